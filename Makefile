@@ -1,22 +1,27 @@
-# Two commands on a fresh machine with Python 3.11, pip and make: `make train` and `make test`.
+# On a fresh machine with Python 3.11, pip and make: `make train` installs what it needs, `make test` the rest.
 # PYTHON=... and TORCH_INDEX=... are passed to scripts/setup.sh, which documents them.
 
 BIN := .venv/bin
 # Newer than the files that the environment is made from, so that a second call does nothing.
+TRAIN := .venv/.train-complete
 STAMP := .venv/.setup-complete
 
 .PHONY: setup train train-llm test test-all bench bench-all gpu docs lint format clean
 
 setup: $(STAMP)
 
-$(STAMP): scripts/setup.sh pyproject.toml setup.py $(wildcard requirements/*.txt lightning_pipe/recsys/kernels/csrc/*)
-	scripts/setup.sh
+$(TRAIN): scripts/setup.sh pyproject.toml setup.py $(wildcard requirements/train.txt requirements/torch*.txt lightning_pipe/recsys/kernels/csrc/*)
+	scripts/setup.sh train
 	touch $@
 
-train: setup
+$(STAMP): $(TRAIN) requirements/test.txt
+	scripts/setup.sh test
+	touch $@
+
+train: $(TRAIN)
 	$(BIN)/lightning-pipe fit --config examples/recsys_movielens/prefetch.yaml $(ARGS)
 
-train-llm: setup
+train-llm: $(TRAIN)
 	$(BIN)/lightning-pipe fit --config examples/llm_text/1f1b.yaml $(ARGS)
 
 # Run test after every change; test-all also runs the tests marked "exhaustive".

@@ -19,7 +19,7 @@ STACKS = {
 }
 # Requirements of TorchRec, which is installed without the CUDA build of fbgemm. Only TorchRec 1.6 imports iopath.
 NEEDS = ("torchmetrics==1.0.3", "tensordict", "pyre-extensions", "tqdm", "iopath")
-# Packages of the pinned list that another PyTorch or TorchRec needs in another version.
+# Packages of the pinned lists that another PyTorch or TorchRec needs in another version.
 LOOSE = ("setuptools", "tensordict")
 
 
@@ -28,7 +28,8 @@ LOOSE = ("setuptools", "tensordict")
 def tests(session: nox.Session, minor: str) -> None:
     """Run pytest with the given arguments on one version of PyTorch."""
     torch, torchrec, fbgemm = STACKS[minor]
-    pinned = re.findall(r"^(\S+)==(\S+)", Path("requirements/pinned.txt").read_text(encoding="utf-8"), re.MULTILINE)
+    lists = "".join(Path(f"requirements/{name}.txt").read_text(encoding="utf-8") for name in ("train", "test"))
+    pinned = re.findall(r"^(\S+)==(\S+)", lists, re.MULTILINE)
     packages = [name if name in LOOSE else f"{name}=={version}" for name, version in pinned]
     session.install(f"torch=={torch}", *packages, *NEEDS)
     session.install("--no-deps", f"torchrec=={torchrec}", f"fbgemm-gpu-cpu=={fbgemm}")

@@ -54,6 +54,11 @@ def import_torchrec() -> ModuleType:
         ) from error
 
 
+def describe_versions() -> str:
+    """Names and versions of the installed ones of torch, torchrec and fbgemm, separated by commas."""
+    return ", ".join(f"{name} {version}" for name in _PACKAGES if (version := _version(name)) is not None)
+
+
 def require(package: str, minimum: str, purpose: str) -> None:
     """Check that a package is new enough for a feature. A package without metadata is not judged.
 

@@ -1,6 +1,9 @@
 #!/usr/bin/env bash
 # Creates .venv from the pinned lists in requirements/. Requires only Python 3.11 or newer with pip.
 #
+#   scripts/setup.sh train  what the configurations in examples/ train with
+#   scripts/setup.sh test   also what tests, documentation and linters need
+#
 # Environment:
 #   PYTHON       interpreter for .venv (default: python3.11, else python3)
 #   TORCH_INDEX  URL of a wheel index with PyTorch's CPU build. Set it on a machine without an NVIDIA driver if its package
@@ -19,7 +22,7 @@ python=${PYTHON:-$(command -v python3.11 || command -v python3)}
 # The interpreter's own pip installs the pinned pip into .venv, so Debian's python3-venv is not required.
 if ! .venv/bin/python -m pip --version >/dev/null 2>&1; then
     "$python" -m venv --clear --without-pip .venv
-    sed -n '/^pip==/,/[^\\]$/p' requirements/pinned.txt |
+    sed -n '/^pip==/,/[^\\]$/p' requirements/train.txt |
         "$python" -m pip --python .venv/bin/python install --require-hashes --no-deps -r /dev/stdin
 fi
 # The lists are complete, so pip resolves no dependencies. It builds no packages either, which would download build tools,
@@ -27,9 +30,15 @@ fi
 hashed() { .venv/bin/python -m pip install --require-hashes --no-deps --only-binary=:all: "$@"; }
 pip() { .venv/bin/python -m pip "$@"; }
 
+if [ "${1:-}" = test ]; then
+    hashed -r requirements/test.txt
+    echo "setup: .venv has what tests, documentation and linters need"
+    exit
+fi
+
 has_nvidia_driver() { [ -e /proc/driver/nvidia/version ] || nvidia-smi -L >/dev/null 2>&1; }
 
-hashed -r requirements/pinned.txt
+hashed -r requirements/train.txt
 if has_nvidia_driver; then
     hashed -r requirements/torch.txt -r requirements/torchrec-gpu.txt
 else
@@ -43,5 +52,5 @@ fi
 # Built with the pinned setuptools, without downloads for the build.
 pip install --no-deps --no-build-isolation --editable .
 
-.venv/bin/python -c 'from lightning_pipe.environment import import_torchrec; import_torchrec()'
+.venv/bin/python -m lightning_pipe.check_installation
 echo "setup: .venv is ready; the command is .venv/bin/lightning-pipe"
