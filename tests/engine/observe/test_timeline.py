@@ -79,7 +79,7 @@ def test_a_task_that_waits_for_work_on_micro_batches_in_other_threads_holds_it()
             partition("backward", 0, 6, 8),
         ]
     )
-    assert [(timeline.bars[position].rank, timeline.bars[position].name) for position in timeline.outer] == [
+    assert [(timeline.bars[position].rank, timeline.bars[position].name) for position in timeline.enclosing_bars] == [
         (0, "train")
     ]
     # Not the task itself, which would hide what it waited for; nor what was done again in the meantime.
