@@ -1,7 +1,7 @@
 """Every sub-package imports only what the design's table lets it.
 
-The linter reads the source, so it is tried here on a small package with wrong imports; and sub-packages are imported for
-real, since a module may also be loaded by name.
+The linter reads the source, so it is tried here on a small package with wrong imports; and sub-packages are imported
+for real, since a module may also be loaded by name.
 """
 
 from __future__ import annotations

@@ -317,7 +317,7 @@ class ScheduleTrialRunner:
 
 
 def get_or_derive_module_config(module: PipelineModule) -> PPModuleConfig:
-    """Return the layer names of the module's model: its ``pipeline_module_config``, or one derived from its structure."""
+    """Return the names of the layers of the module's model: ``pipeline_module_config``, or derived from its structure."""
     assert module.model is not None
     config = module.pipeline_module_config()
     if config is None:
