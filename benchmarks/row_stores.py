@@ -53,7 +53,7 @@ class Rocks:
 
     def __init__(self, folder: Path, width: int, **options: Any) -> None:
         self._store = RocksDbStore(folder, {TABLE: width}, **options)
-        self._store.recover(self._store.commit_state.committed)
+        self._store.recover(self._store.store_state.committed)
 
     def read(self, keys: Keys) -> Records:
         records, present = self._store.read(TABLE, keys)
@@ -64,7 +64,7 @@ class Rocks:
         self._store.write(TABLE, keys, records)
 
     def commit(self) -> None:
-        version = self._store.commit_state.committed + 1
+        version = self._store.store_state.committed + 1
         self._store.prepare_commit(version)
         self._store.commit(version)
 

@@ -51,7 +51,7 @@ def prepare_trainer(trainer: pl.Trainer) -> pl.Trainer:
     """
     if not isinstance(trainer.strategy, DistributedStrategy | InProcessPipelineStrategy):
         return prepare_for_rays_strategies(trainer)
-    _run_on_all_workers(lambda: _check_trainer_fits_ray(trainer), "the trainer cannot train in workers of Ray")
+    _check_on_all_workers(lambda: _check_trainer_fits_ray(trainer), "the trainer cannot train in workers of Ray")
     return trainer
 
 
@@ -85,7 +85,7 @@ class ReportToRay(Checkpoint):
         self._last_step = 0
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        _run_on_all_workers(lambda: _check_ray_storage(trainer), "checkpoints cannot be reported to Ray")
+        _check_on_all_workers(lambda: _check_ray_storage(trainer), "checkpoints cannot be reported to Ray")
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._last_step = trainer.global_step
@@ -112,7 +112,7 @@ class ReportToRay(Checkpoint):
         )
 
 
-def _run_on_all_workers(check: Callable[[], None], failed: str) -> None:
+def _check_on_all_workers(check: Callable[[], None], failed: str) -> None:
     run_on_all_ranks(check, failed, dist.group.WORLD if dist.is_initialized() else None)
 
 

@@ -341,11 +341,11 @@ class _QuickResults(ResultCollection):
 
     def __setitem__(self, key: str, metric: ResultMetric) -> None:
         super().__setitem__(
-            key, _QuickResultMetric(metric.meta, metric.is_tensor) if type(metric) is ResultMetric else metric
+            key, _FastDeviceMoveResultMetric(metric.meta, metric.is_tensor) if type(metric) is ResultMetric else metric
         )
 
 
-class _QuickResultMetric(ResultMetric):
+class _FastDeviceMoveResultMetric(ResultMetric):
     def to(self, *args: Any, **kwargs: Any) -> ResultMetric:  # type: ignore[override]  # as the base
         if len(args) == 1 and not kwargs and isinstance(args[0], torch.device) and self._is_on_device(args[0]):
             return self

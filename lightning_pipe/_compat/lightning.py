@@ -55,6 +55,7 @@ __all__ = [
     "get_combined_loader",
     "get_layer_sync_plugin",
     "has_val_time_interval",
+    "hide_loop_dataloaders",
     "install_resume_check",
     "is_accumulating",
     "next_hpc_checkpoint",
@@ -66,7 +67,6 @@ __all__ = [
     "teardown_trainer",
     "training_loader",
     "transfer_batch_with_hooks",
-    "without_combined_loader",
     "wrapped_sampler",
 ]
 
@@ -159,10 +159,10 @@ def install_resume_check(trainer: pl.Trainer, check: Callable[[object], None]) -
     """Call *check* with the path of the checkpoint, None without one, before the trainer reads it."""
     connector = trainer._checkpoint_connector
     if not isinstance(connector.resume_start, partial):
-        connector.resume_start = partial(_check_then_resume, check, connector.resume_start)  # type: ignore[method-assign]
+        connector.resume_start = partial(_check_ckpt_path_then_resume, check, connector.resume_start)  # type: ignore[method-assign]
 
 
-def _check_then_resume(
+def _check_ckpt_path_then_resume(
     check: Callable[[object], None], resume: Callable[..., None], path: object = None, *more: object, **named: object
 ) -> None:
     check(path)
@@ -194,7 +194,7 @@ def get_combined_loader(loop: EvaluationLoop | FitLoop | PredictionLoop) -> Comb
 
 
 @contextmanager
-def without_combined_loader(loop: FitLoop) -> Iterator[None]:
+def hide_loop_dataloaders(loop: FitLoop) -> Iterator[None]:
     """Context in which a loop has no dataloaders."""
     loader, loop._combined_loader = loop._combined_loader, None
     try:

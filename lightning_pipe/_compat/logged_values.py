@@ -51,7 +51,7 @@ def get_logged_values_state(loop: Any) -> dict[str, Any]:
     }
     again = loop.batch_progress.current.ready != loop.batch_progress.current.processed
     values = loop.values_before_batch if again else snapshot_results(loop._results)
-    entries = [_pack_logged_value(again, *value) for value in values]
+    entries = [_serialize_logged_value(again, *value) for value in values]
     reasons = {stopping.stopping_reason for stopping in _get_early_stopping_callbacks(trainer)} - {
         EarlyStoppingReason.NOT_STOPPED
     }
@@ -77,7 +77,9 @@ def _copy_value_to_cpu(value: Any) -> Any:
     return float(value) if isinstance(value, float) else value
 
 
-def _pack_logged_value(again: bool, metric: ResultMetric, value: Any, rows: Any, last: Any, has_reset: bool) -> Any:
+def _serialize_logged_value(
+    again: bool, metric: ResultMetric, value: Any, rows: Any, last: Any, has_reset: bool
+) -> Any:
     meta = metric.meta
     if has_reset or meta.sync.group is not None:
         return None
@@ -197,7 +199,7 @@ def skip_logged_values_reset(loop: TrainingEpochLoop) -> None:
     loop.trainer._logger_connector._first_loop_iter = False
 
 
-def finish_epoch_after_hooks(loop: TrainingEpochLoop) -> None:
+def step_lr_schedulers_and_reset_results(loop: TrainingEpochLoop) -> None:
     """Do the work that Lightning does after the hooks at the end of an epoch, apart from logging."""
     trainer, connector = loop.trainer, loop.trainer._logger_connector
     connector.on_epoch_end()

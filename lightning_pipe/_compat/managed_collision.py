@@ -117,31 +117,31 @@ class IdMapShard:
 
     # ------------------------------------------------------------------ between two evictions
 
-    def get_id_history(self) -> dict[str, Tensor]:
+    def get_input_history(self) -> dict[str, Tensor]:
         """What TorchRec's state dict leaves out: ids since the last eviction, and numbers."""
         module = self._module
         if module._current_iter < 0:
             return {}
         filled = module._current_history_buffer_offset
         numbers = [module._input_history_buffer_size, module._last_eviction_iter]
-        window = {"ids": module._history_accumulator[:filled], "numbers": torch.tensor(numbers)}
-        return window | {name: values[:filled] for name, values in module._history_metadata.items()}
+        history = {"ids": module._history_accumulator[:filled], "numbers": torch.tensor(numbers)}
+        return history | {name: values[:filled] for name, values in module._history_metadata.items()}
 
     def defer_history_sizing(self) -> None:
-        """Let the next batch size the window if no batch has had ids yet; else it would stay without room."""
+        """Let the next batch size the history if no batch has had ids yet; else it would stay without room."""
         if self._module._input_history_buffer_size == 0:
             self._module._input_history_buffer_size = -1
 
-    def restore_id_history(self, window: Mapping[str, Tensor]) -> None:
-        """Continue from a result of :meth:`window`, after the buffers are loaded. Empty: with a new window."""
+    def restore_input_history(self, history: Mapping[str, Tensor]) -> None:
+        """Continue from :meth:`get_input_history`, after the buffers are loaded. Empty: with a new history."""
         module = self._module
         module._evicted = False
         module._current_iter, module._current_history_buffer_offset = -1, 0  # read from the buffer by the next batch
-        if not window:
+        if not history:
             return
-        size, module._last_eviction_iter = map(int, window["numbers"])
+        size, module._last_eviction_iter = map(int, history["numbers"])
         module._current_iter = int(module.get_buffer(_STEPS))
-        filled = module._current_history_buffer_offset = window["ids"].numel()
+        filled = module._current_history_buffer_offset = history["ids"].numel()
         module._input_history_buffer_size = size
 
         def pad_to_size(values: Tensor) -> Tensor:
@@ -149,10 +149,10 @@ class IdMapShard:
             buffer[:filled] = values
             return buffer
 
-        module._history_accumulator = pad_to_size(window["ids"])
+        module._history_accumulator = pad_to_size(history["ids"])
         for name, _, is_history in module._eviction_policy.metadata_info:
             if is_history:
-                module.register_buffer(f"_history_{name}", pad_to_size(window[name]), persistent=False)
+                module.register_buffer(f"_history_{name}", pad_to_size(history[name]), persistent=False)
                 module._history_metadata[name] = module.get_buffer(f"_history_{name}")
 
     def _get_policy_buffer_names(self) -> list[str]:

@@ -53,7 +53,7 @@ class _CounterSnapshot:
 
 
 @dataclass
-class _StepTotals:
+class _TotalsOverSteps:
     """Sums over several iterations; times in seconds."""
 
     iterations: int = 0
@@ -136,7 +136,7 @@ class PipelineMonitor(CallbackWithProcessGroup):
         self._use: list[StepBreakdown] = []
         self._verdict: BottleneckVerdict | None = None
         self._printed: BottleneckVerdict | None = None
-        self._window, self._epoch = _StepTotals(), _StepTotals()
+        self._window, self._epoch = _TotalsOverSteps(), _TotalsOverSteps()
         self._wait_shares: deque[float] = deque(maxlen=_LATEST)
         # State of the current step: counters at its start, excluded time, batches in flight and samples.
         self._before: _CounterSnapshot | None = None
@@ -145,7 +145,7 @@ class PipelineMonitor(CallbackWithProcessGroup):
         self._samples: int | None = None
 
     @property
-    def step_breakdowns(self) -> list[StepBreakdown]:
+    def step_breakdown_by_rank(self) -> list[StepBreakdown]:
         """Mean step time of the last epoch by activity, one entry per rank; empty if the epoch had too few steps."""
         return list(self._use)
 
@@ -177,7 +177,7 @@ class PipelineMonitor(CallbackWithProcessGroup):
         self._one_host = self._group is not None and is_single_host(self._group)
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._window, self._epoch = _StepTotals(), _StepTotals()
+        self._window, self._epoch = _TotalsOverSteps(), _TotalsOverSteps()
         self._wait_shares.clear()
         self.exclude_step()
 
@@ -196,7 +196,7 @@ class PipelineMonitor(CallbackWithProcessGroup):
         if self._before is not None and self._following:
             self._following -= 1
         elif self._before is not None and self._before.meter is reading.meter:
-            step = _StepTotals()
+            step = _TotalsOverSteps()
             for total in (self._window, self._epoch, step):
                 total.add(self._before, reading, self._paused, self._in_flight, self._samples)
             self._wait_shares.append(main_thread_wait(step.mean(), trainer.world_size) / max(step.seconds, 1e-9))
@@ -205,7 +205,7 @@ class PipelineMonitor(CallbackWithProcessGroup):
         every = self._every or getattr(trainer, "log_every_n_steps", 0)
         if every and self._trained % every == 0 and self._window.iterations:
             self._log(trainer, self._window.mean())
-            self._window = _StepTotals()
+            self._window = _TotalsOverSteps()
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._pause_began = time.perf_counter()

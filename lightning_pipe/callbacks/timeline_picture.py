@@ -133,7 +133,7 @@ class _Drawing:
         figure = Figure(figsize=(_WIDTH, height), dpi=110, layout="constrained")
         axes = figure.subplots()
         for position in self._seen:
-            if position in self._timeline.enclosing_bars:
+            if position in self._timeline.enclosing_bar_positions:
                 self._draw_enclosing_task(axes, self._timeline.bars[position])
             else:
                 self._draw_bar(axes, position)
@@ -299,7 +299,7 @@ class _Drawing:
 
     def _busy(self, row: tuple[int, str]) -> float:
         """Share of the time in which a row works rather than waits."""
-        row_bars = (self._timeline.bars[p] for p in self._seen if p not in self._timeline.enclosing_bars)
+        row_bars = (self._timeline.bars[p] for p in self._seen if p not in self._timeline.enclosing_bar_positions)
         done, reached = 0.0, self._begin
         for bar in row_bars:  # sorted by start
             if (bar.rank, bar.lane) == row and bar.kind not in WAITS:
@@ -312,7 +312,7 @@ class _Drawing:
         from matplotlib.lines import Line2D
         from matplotlib.patches import Patch
 
-        shown = [self._timeline.bars[p] for p in self._seen if p not in self._timeline.enclosing_bars]
+        shown = [self._timeline.bars[p] for p in self._seen if p not in self._timeline.enclosing_bar_positions]
         patches: list[Patch | Line2D] = []
         if self._by_microbatch:
             kinds = {bar.kind for bar in shown}
@@ -329,7 +329,7 @@ class _Drawing:
                 )
             patches.append(Patch(facecolor=_OTHER, label="other tasks"))
             for name in sorted(
-                {self._timeline.bars[p].name for p in self._timeline.enclosing_bars.intersection(self._seen)}
+                {self._timeline.bars[p].name for p in self._timeline.enclosing_bar_positions.intersection(self._seen)}
             ):
                 patches.append(Patch(facecolor=_GROUND, label=without_mathtext(f"in {name}")))
             patches.extend(

@@ -21,7 +21,7 @@ from lightning_pipe.checkpoints.stage_layout import (
     OPTIMIZERS,
     TIED,
     add_tied_aliases,
-    get_optimizer_part_name,
+    get_optimizer_checkpoint_key,
 )
 from lightning_pipe.engine import SetupError
 from lightning_pipe.engine.common.atomic_file import atomic_write
@@ -85,7 +85,7 @@ def _add_model_and_optimizer_states(checkpoint: dict[str, Any], values: dict[str
     """Add the states of the model and of the optimizers to *checkpoint*, with parameters numbered as on one device."""
     checkpoint[MODEL] = add_tied_aliases(values[MODEL], checkpoint.pop(TIED, {}))
     for number, stored in enumerate(checkpoint.get(OPTIMIZERS, ())):
-        states = values.get(get_optimizer_part_name(number), {}).get("state", {})
+        states = values.get(get_optimizer_checkpoint_key(number), {}).get("state", {})
         names = [name for group in stored["param_groups"] for name in group["params"]]
         index = {name: place for place, name in enumerate(names)}
         checkpoint[OPTIMIZERS][number] = {

@@ -141,12 +141,12 @@ def find_mismatches(saved: dcp.Metadata, state: Mapping[str, Any], strict: bool)
     Every rank must call this; all get the same result.
     """
     stored = {
-        _get_dotted_name(path): getattr(saved.state_dict_metadata[key], "size", None)
+        _state_path_to_dotted_name(path): getattr(saved.state_dict_metadata[key], "size", None)
         for key, path in saved.planner_data.items()
         if path[0] in state
     }
     return describe_state_mismatches(
-        stored, {_get_dotted_name(path): size for path, size in gather_state_sizes(state).items()}, strict
+        stored, {_state_path_to_dotted_name(path): size for path, size in gather_state_sizes(state).items()}, strict
     )
 
 
@@ -182,6 +182,6 @@ def _get_global_shape(value: Any) -> torch.Size | None:
     return value.size() if isinstance(value, Tensor) else None
 
 
-def _get_dotted_name(path: tuple[Any, ...]) -> str:
+def _state_path_to_dotted_name(path: tuple[Any, ...]) -> str:
     """Dotted name of a path without its first element, the part."""
     return ".".join(map(str, path[1:]))

@@ -202,19 +202,19 @@ def begin_remote(place: RemotePath) -> str:
 def finish_remote(place: RemotePath, written: str) -> None:
     """Make the URL lead to the written folder, and then remove the old one. Called on one rank."""
     place.write_bytes(json.dumps({_FIELD: 1, "folder": written}).encode())
-    with _warn_on_removal_error(place):
+    with _removal_errors_as_warnings(place):
         _remove_hidden_folders(place, but=written)
 
 
 def remove_remote(place: RemotePath) -> None:
     """Remove a checkpoint. For other processes it disappears in one step. Called on one rank."""
-    with _warn_on_removal_error(place):
+    with _removal_errors_as_warnings(place):
         place.remove()
         _remove_hidden_folders(place, but=None)
 
 
 @contextmanager
-def _warn_on_removal_error(place: RemotePath) -> Iterator[None]:
+def _removal_errors_as_warnings(place: RemotePath) -> Iterator[None]:
     """Convert an error to a warning: a role without the right to delete can still save."""
     try:
         yield

@@ -23,7 +23,7 @@ from lightning_pipe.strategies.language_model.example_batch import example_batch
 from lightning_pipe.strategies.language_model.pipeline_module import PipelineModule
 from lightning_pipe.strategies.language_model.stage_estimate import (
     StageEstimate,
-    UnsupportedScheduleEntry,
+    UnsupportedScheduleReason,
     estimate_stages,
     make_precision_plugin,
 )
@@ -148,7 +148,7 @@ def estimate_table(estimate: StageEstimate, memory: int | None) -> Group:
     """Text form of an estimate, with one row for each rank and one for each schedule that it is compared with."""
     configured = estimate.configured
     unit, factor = common_byte_unit([configured.peak])
-    ranks = _make_memory_table(
+    ranks = _make_empty_memory_table(
         "rank", "params", "grads", "optimizer", "buffers", "messages", "activations", "all", memory=memory
     )
     for rank, rank_memory in enumerate(configured.memory):
@@ -180,9 +180,9 @@ def estimate_table(estimate: StageEstimate, memory: int | None) -> Group:
 
 def _make_schedule_comparison(estimate: StageEstimate, memory: int | None) -> ReportTable:
     _, factor = common_byte_unit([estimate.configured.peak])
-    table = _make_memory_table("schedule", "layers", "kept", "activations", "all", memory=memory, last="bubble")
+    table = _make_empty_memory_table("schedule", "layers", "kept", "activations", "all", memory=memory, last="bubble")
     for entry in estimate.other_schedules:
-        if isinstance(entry, UnsupportedScheduleEntry):
+        if isinstance(entry, UnsupportedScheduleReason):
             table.add_row(entry.schedule, "-", style="dim")
             continue
         worst = max(entry.memory, key=lambda rank: rank.total)
@@ -202,12 +202,12 @@ def _refusals(estimate: StageEstimate) -> list[str | Text]:
     """Reasons for table rows without values, each once, because schedules with equally many stages share a reason."""
     schedules: dict[str, list[str]] = {}
     for entry in estimate.other_schedules:
-        if isinstance(entry, UnsupportedScheduleEntry):
+        if isinstance(entry, UnsupportedScheduleReason):
             schedules.setdefault(entry.reason, []).append(entry.schedule)
     return ["", *(Text(f"{', '.join(names)}: {reason}") for reason, names in schedules.items())] if schedules else []
 
 
-def _make_memory_table(first: str, *columns: str, memory: int | None, last: str | None = None) -> ReportTable:
+def _make_empty_memory_table(first: str, *columns: str, memory: int | None, last: str | None = None) -> ReportTable:
     optional = [*([] if memory is None else ["share"]), *([] if last is None else [last])]
     return ReportTable.create_with_number_columns(first, *columns, *optional, edge=False)
 

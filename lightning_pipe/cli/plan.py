@@ -67,7 +67,7 @@ def main(arguments: Sequence[str]) -> None:
     simulation.add_argument(
         "--ranks",
         metavar="N,N",
-        type=_parse_ranks,
+        type=_parse_rank_counts,
         help="numbers of ranks, for costs with bytes; default: 2,8,128,4096",
     )
     simulation.add_argument("--latency", metavar="TIME", help="latency of a message between two ranks, such as 5us")
@@ -80,7 +80,7 @@ def main(arguments: Sequence[str]) -> None:
     options.run(options)
 
 
-def _parse_ranks(text: str) -> list[int]:
+def _parse_rank_counts(text: str) -> list[int]:
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() and 1 <= int(part) <= _MOST_RANKS for part in parts):
         raise argparse.ArgumentTypeError(

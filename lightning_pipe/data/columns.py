@@ -70,7 +70,7 @@ def to_jagged_column(name: str, data: Any, default: Default | None) -> JaggedCol
         if default is None:
             first = int(no_row.argmax())
             raise InputError(f"column {name!r}, row {first}: the list is missing. Give the column an entry in defaults")
-        column = _fill_missing_lists(column, no_row, np.atleast_1d(np.asarray(default, values.dtype)))
+        column = _fill_missing_lists_with_default(column, no_row, np.atleast_1d(np.asarray(default, values.dtype)))
     if column.values.dtype.kind == "f" and (missing := np.isnan(column.values)).any():
         if default is None or np.ndim(default) > 0:
             column.check(missing, "the value is missing", "Give the column a number in defaults")
@@ -80,7 +80,7 @@ def to_jagged_column(name: str, data: Any, default: Default | None) -> JaggedCol
     return column
 
 
-def _fill_missing_lists(column: JaggedColumn, no_row: Array, filler: Array) -> JaggedColumn:
+def _fill_missing_lists_with_default(column: JaggedColumn, no_row: Array, filler: Array) -> JaggedColumn:
     """Insert a list into each row without one."""
     places = np.cumsum(column.lengths)[no_row].repeat(len(filler))
     values = np.insert(column.values, places, np.tile(filler, int(no_row.sum())))

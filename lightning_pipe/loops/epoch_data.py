@@ -231,7 +231,7 @@ class EpochData:
             **_snapshot_loader_positions(fetcher.combined_loader),
             "fetch": streams.get_stream_state("fetch"),
         }
-        batch = hooks.prepare_batch(batch)
+        batch = hooks.prepare_batch_for_transfer(batch)
         after["prepare"] = streams.get_stream_state("prepare")
         self.fetch_seconds += time.perf_counter() - begun
         return batch, is_last, after
@@ -239,7 +239,7 @@ class EpochData:
     def _prepare_prefetched_batch(self, batch: Any) -> Fetched:
         """Return a batch that Lightning's fetcher has read ahead in the previous epoch."""
         assert self._hooks is not None
-        return self._hooks.prepare_batch(batch), False, {"loaders": [], "iterators": []}
+        return self._hooks.prepare_batch_for_transfer(batch), False, {"loaders": [], "iterators": []}
 
     # ------------------------------------------------------------------ helpers
 

@@ -375,7 +375,7 @@ class EvaluationData(Iterator[Any]):
         assert self._fetcher is not None and self._streams is not None and self._hooks is not None
         batch, batch_idx, dataloader_idx = self._streams.run_with_stream("fetch", self._fetcher.__next__)
         is_last = self._fetcher.done
-        batch = self._hooks.prepare_batch(batch, dataloader_idx)
+        batch = self._hooks.prepare_batch_for_transfer(batch, dataloader_idx)
         return batch, is_last, {"batch_idx": batch_idx, "dataloader_idx": dataloader_idx, "is_last": is_last}
 
 

@@ -18,15 +18,15 @@ from lightning_pipe._compat.lightning import (
     copy_as_subclass,
     get_combined_loader,
     has_val_time_interval,
+    hide_loop_dataloaders,
     is_accumulating,
     set_sampler_epoch,
-    without_combined_loader,
 )
 from lightning_pipe._compat.logged_values import (
-    finish_epoch_after_hooks,
     get_logged_values_state,
     reshard_logged_values,
     restore_logged_values,
+    step_lr_schedulers_and_reset_results,
 )
 from lightning_pipe.engine.ranks.object_collectives import all_gather_objects, gather_objects_on_first_rank
 from lightning_pipe.loops.data.random_streams import RNGStates, get_rng_states, set_rng_states
@@ -104,7 +104,7 @@ class PipelineFitLoop(FitLoop):
         self._restore_logged()
         epochs: Any = self.epoch_progress.current
         if self._has_logged and epochs.completed < epochs.processed == epochs.started == epochs.ready:
-            finish_epoch_after_hooks(self.epoch_loop)  # the checkpoint was written before
+            step_lr_schedulers_and_reset_results(self.epoch_loop)  # the checkpoint was written before
         self.update_restart_stage()
         # Lightning counts an epoch as ended once its last batch has ended; this loop first runs the end of the epoch.
         if not (self.restarted_mid_epoch and getattr(self.epoch_loop, "restarted_at_last_batch", False)):
@@ -285,7 +285,7 @@ class PipelineFitLoop(FitLoop):
     def on_save_checkpoint(self) -> dict[str, Any]:
         # Lightning would ask the loaders for their states. torchdata's loaders create an iterator for that, which draws
         # random numbers.
-        with without_combined_loader(self):
+        with hide_loop_dataloaders(self):
             state: dict[str, Any] = super().on_save_checkpoint()
         point = self.epoch_loop.make_resume_point()  # type: ignore[attr-defined]
         if point is None:

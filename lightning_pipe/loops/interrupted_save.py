@@ -65,7 +65,7 @@ def _wait_for_all_ranks(store: dist.Store, key: str, rank: int, world_size: int)
     answers: list[bool] = []
     # The store's own timeout does not hold if the node that hosts it is gone and no connection was closed.
     asks = threading.Thread(
-        target=lambda: answers.append(_agree_if_all_ranks_arrived(store, key, rank, world_size)),
+        target=lambda: answers.append(_agree_whether_all_ranks_arrived(store, key, rank, world_size)),
         name="asks who saves",
         daemon=True,
     )
@@ -74,7 +74,7 @@ def _wait_for_all_ranks(store: dist.Store, key: str, rank: int, world_size: int)
     return answers == [True]
 
 
-def _agree_if_all_ranks_arrived(store: dist.Store, key: str, rank: int, world_size: int) -> bool:
+def _agree_whether_all_ranks_arrived(store: dist.Store, key: str, rank: int, world_size: int) -> bool:
     try:
         store.set(f"{key}/{rank}", "")
         try:

@@ -211,10 +211,10 @@ def register_remote_logged_values(
         if entry.value is not None and (entry.shared if entry.synced else unsynced):
             _add(metric, entry.value.to(device), entry.batch_size)
         elif entry.value is not None:
-            _promote_accumulator_dtypes(metric, entry.value, entry.batch_size)
+            _promote_result_metric_dtypes(metric, entry.value, entry.batch_size)
 
 
-def _promote_accumulator_dtypes(metric: ResultMetric, value: Tensor, batch_size: float | Tensor) -> None:
+def _promote_result_metric_dtypes(metric: ResultMetric, value: Tensor, batch_size: float | Tensor) -> None:
     """Convert accumulators to the dtypes of the other ranks: double for a double value, float for a float weight."""
     if value.is_floating_point():
         metric.value = metric.value.to(torch.promote_types(metric.value.dtype, value.dtype))

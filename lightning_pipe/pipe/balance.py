@@ -134,7 +134,7 @@ def _measure_layer(layer: nn.Module, value: Any, repeats: int) -> tuple[float, i
 
         inputs = _detach_and_require_grad(value)
         with torch.autograd.graph.saved_tensors_hooks(record_saved_bytes, lambda tensor: tensor):
-            _synchronize_tensor_devices(inputs)
+            _synchronize_gpus_of_tensors(inputs)
             begin = time.perf_counter()
             # Copies, which layers may change in place.
             output = layer(pytree.tree_map_only(Tensor, Tensor.clone, inputs))
@@ -142,7 +142,7 @@ def _measure_layer(layer: nn.Module, value: Any, repeats: int) -> tuple[float, i
         starts = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.requires_grad]
         if ends and starts + parameters:
             torch.autograd.grad(ends, starts + parameters, [torch.ones_like(end) for end in ends], allow_unused=True)
-        _synchronize_tensor_devices(output)
+        _synchronize_gpus_of_tensors(output)
         times.append(time.perf_counter() - begin)
     return statistics.median(times), sum(bytes_by_storage.values()), _detach_and_require_grad(output)
 
@@ -180,7 +180,7 @@ def _detach_and_require_grad(value: Any) -> Any:
     )
 
 
-def _synchronize_tensor_devices(value: Any) -> None:
+def _synchronize_gpus_of_tensors(value: Any) -> None:
     """Synchronize the GPUs of the tensors."""
     for device in {leaf.device for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)}:
         if device.type == "cuda":

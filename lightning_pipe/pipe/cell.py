@@ -237,12 +237,12 @@ class _Flat:
     def map(self, change: Callable[[Tensor], Tensor]) -> _Flat:
         """Replace each tensor by ``change(tensor)``, called once for a tensor that a value contains several times."""
 
-        def replace_part_tensors(part: list[Any]) -> list[Any]:
+        def map_leaf_tensors(part: list[Any]) -> list[Any]:
             tensors = {id(leaf): leaf for leaf in part if isinstance(leaf, Tensor)}
             replacements = {number: change(tensor) for number, tensor in tensors.items()}
             return [replacements.get(id(leaf), leaf) for leaf in part]
 
-        return _Flat({key: replace_part_tensors(part) for key, part in self.parts.items()}, self._specs)
+        return _Flat({key: map_leaf_tensors(part) for key, part in self.parts.items()}, self._specs)
 
     def unflatten(self) -> Activations:
         values = {key: pytree.tree_unflatten(part, self._specs[key]) for key, part in self.parts.items()}

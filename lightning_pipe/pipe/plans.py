@@ -36,12 +36,12 @@ def build_gpipe_and_1f1b_plans(
     clocked, in_turn, backwards = [], [], []
     for index in range(partitions):
         task = _make_forward_task(index, routes, forward)
-        clocked.append((task, _make_task_schedule(index, partitions - index)))
-        in_turn.append((task, _make_task_schedule(index, partitions)))
+        clocked.append((task, _assign_stage_and_thread_group(index, partitions - index)))
+        in_turn.append((task, _assign_stage_and_thread_group(index, partitions)))
     for index in reversed(range(partitions)):
         # As late as possible, so that a partition holds the recomputed activations of one micro-batch at a time. It
         # recomputes while the next partition runs backward.
-        where = _make_task_schedule(index, index + 1)
+        where = _assign_stage_and_thread_group(index, index + 1)
         backwards += [
             (_make_recompute_task(index, recompute), where),
             (_make_backward_task(index, routes, backward), where),
@@ -50,13 +50,13 @@ def build_gpipe_and_1f1b_plans(
     return [PipelinePlan(placed, name=name) for name, placed in tasks.items()]
 
 
-def _make_task_schedule(partition: int, stage: int) -> TaskSchedule:
+def _assign_stage_and_thread_group(partition: int, stage: int) -> TaskSchedule:
     return TaskSchedule(stage=stage, thread_group=f"partition{partition}")
 
 
 def _make_forward_task(index: int, routes: Sequence[SkipRoute], fn: TaskFunction) -> PipelineTask:
-    skips_in = [get_skip_field_name(number) for number, route in enumerate(routes) if route.target == index]
-    skips_out = [get_skip_field_name(number) for number, route in enumerate(routes) if route.source == index]
+    skips_in = [get_skip_tensor_field_name(number) for number, route in enumerate(routes) if route.target == index]
+    skips_out = [get_skip_tensor_field_name(number) for number, route in enumerate(routes) if route.source == index]
     return PipelineTask(
         f"Forward{index}",
         lambda ctx: fn(index, ctx),
@@ -77,8 +77,12 @@ def _make_recompute_task(index: int, fn: TaskFunction) -> PipelineTask:
 
 
 def _make_backward_task(index: int, routes: Sequence[SkipRoute], fn: TaskFunction) -> PipelineTask:
-    skips_in = [get_skip_gradient_field_name(number) for number, route in enumerate(routes) if route.source == index]
-    skips_out = [get_skip_gradient_field_name(number) for number, route in enumerate(routes) if route.target == index]
+    skips_in = [
+        get_skip_tensor_gradient_field_name(number) for number, route in enumerate(routes) if route.source == index
+    ]
+    skips_out = [
+        get_skip_tensor_gradient_field_name(number) for number, route in enumerate(routes) if route.target == index
+    ]
     return PipelineTask(
         f"Backward{index}",
         lambda ctx: fn(index, ctx),
@@ -104,11 +108,11 @@ def get_input_gradient_field_name(partition: int) -> str:
     return f"gradient{partition}"
 
 
-def get_skip_field_name(route: int) -> str:
+def get_skip_tensor_field_name(route: int) -> str:
     """Context field of the value of a skip."""
     return f"skip{route}"
 
 
-def get_skip_gradient_field_name(route: int) -> str:
+def get_skip_tensor_gradient_field_name(route: int) -> str:
     """Context field of the gradient of a skip."""
     return f"skip_gradient{route}"

@@ -23,8 +23,8 @@ from lightning_pipe.pipe.plans import (
     build_gpipe_and_1f1b_plans,
     get_input_field_name,
     get_input_gradient_field_name,
-    get_skip_field_name,
-    get_skip_gradient_field_name,
+    get_skip_tensor_field_name,
+    get_skip_tensor_gradient_field_name,
     parse_task_name,
 )
 from lightning_pipe.pipe.skip import SkipRoute
@@ -76,7 +76,7 @@ class _PartitionTaskFunctions:
             else:
                 value = (self._copier.receive(ctx.pop(get_input_field_name(index)), index),)
             skips = {
-                route.key: self._copier.receive(ctx.pop(get_skip_field_name(number)), index)
+                route.key: self._copier.receive(ctx.pop(get_skip_tensor_field_name(number)), index)
                 for number, route in enumerate(self._routes)
                 if route.target == index
             }
@@ -87,7 +87,7 @@ class _PartitionTaskFunctions:
             for number, route in enumerate(self._routes):
                 if route.source == index:
                     skipped = self._copier.send(out.skips[route.key], index, route.target, micro.index)
-                    setattr(ctx, get_skip_field_name(number), skipped)
+                    setattr(ctx, get_skip_tensor_field_name(number), skipped)
 
     def recompute(self, index: int, ctx: IterContext) -> None:
         micro: MicroBatch = ctx.batch
@@ -108,7 +108,9 @@ class _PartitionTaskFunctions:
                 gradients[None] = micro.output_gradients
             for number, route in enumerate(self._routes):
                 if route.source == index:
-                    gradients[route.key] = self._copier.receive(ctx.pop(get_skip_gradient_field_name(number)), index)
+                    gradients[route.key] = self._copier.receive(
+                        ctx.pop(get_skip_tensor_gradient_field_name(number)), index
+                    )
             input_gradients = micro.cells[index].backward(gradients, micro.sums[index].add)
             sent = (
                 self._copier.send(input_gradients[None], index, index - 1, micro.index)
@@ -119,7 +121,7 @@ class _PartitionTaskFunctions:
             for number, route in enumerate(self._routes):
                 if route.target == index:
                     back = self._copier.send(input_gradients[route.key], index, route.source, micro.index)
-                    setattr(ctx, get_skip_gradient_field_name(number), back)
+                    setattr(ctx, get_skip_tensor_gradient_field_name(number), back)
 
     @contextmanager
     def _partition_context(self, micro: MicroBatch, index: int, phase: str) -> Iterator[None]:

@@ -172,7 +172,7 @@ def isolate(layer: T, namespace: Namespace, only: Iterable[str] | None = None) -
     """
     selected = None if only is None else {*only}
     for module in layer.modules():
-        if declared := {*_get_declared_skip_names(module)}:
+        if declared := {*_get_stash_and_pop_names(module)}:
             names = declared if selected is None else declared & selected
             module.pipe_namespaces = {**module.pipe_namespaces, **dict.fromkeys(names, namespace)}  # type: ignore[dict-item, assignment]
     return layer
@@ -187,7 +187,7 @@ def skip_keys(layer: nn.Module) -> tuple[list[SkipKey], list[SkipKey]]:
     return stashed, popped
 
 
-def _get_declared_skip_names(layer: nn.Module) -> tuple[str, ...]:
+def _get_stash_and_pop_names(layer: nn.Module) -> tuple[str, ...]:
     return (*getattr(layer, "pipe_stashes", ()), *getattr(layer, "pipe_pops", ()))
 
 
@@ -225,7 +225,7 @@ def _run_generator(layer: nn.Module, steps: Generator[Any, Any, Any], stashes: s
             raise SetupError(
                 f"{name}.forward yields {description}, which it does not declare or has already yielded; expected"
                 " stash(name, value) or pop(name), once for each declared name"
-                f" ({', '.join(_get_declared_skip_names(layer))})"
+                f" ({', '.join(_get_stash_and_pop_names(layer))})"
             )
 
 

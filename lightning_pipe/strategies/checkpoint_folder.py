@@ -91,9 +91,9 @@ class FolderCheckpointStrategy(DistributedStrategy):
     def _configure_launcher(self) -> None:
         super()._configure_launcher()
         launcher: Any = self._launcher
-        launcher.launch = partial(self._record_arguments_and_launch, launcher.launch)
+        launcher.launch = partial(self._record_weights_only_and_launch, launcher.launch)
 
-    def _record_arguments_and_launch(
+    def _record_weights_only_and_launch(
         self, launch: Callable[..., Any], function: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
         """Complete two arguments of ``Trainer.fit``, ``validate``, ``test`` or ``predict``.

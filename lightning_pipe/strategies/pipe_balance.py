@@ -43,10 +43,10 @@ def _capture_first_layer_input(layers: nn.Sequential, module: pl.LightningModule
     if not is_overridden("forward", module):
         return _only(example if isinstance(example, tuple) else (example,), by)
 
-    def raise_captured_inputs(layer: nn.Module, inputs: tuple[Any, ...]) -> NoReturn:
+    def stop_forward_with_inputs(layer: nn.Module, inputs: tuple[Any, ...]) -> NoReturn:
         raise _InputsCaptured(inputs)
 
-    handle = layers.register_forward_pre_hook(raise_captured_inputs)
+    handle = layers.register_forward_pre_hook(stop_forward_with_inputs)
     try:
         # Code before the layers may draw random numbers, which must not advance the user's generator.
         with torch.random.fork_rng(devices=[]), torch.no_grad():

@@ -348,7 +348,7 @@ def pipelined_losses(
         features = rewrite.wait_inputs(rewrite.wait_splits(splits))
         ahead = rewrite.start_input_dist(data[index + 1]) if rewrite.is_resolved and index + 1 < len(data) else None
         embeddings = rewrite.lookup(features)
-        with rewrite.serving_embeddings(embeddings, batch):
+        with rewrite.using_looked_up_embeddings(embeddings, batch):
             loss = step(model, batch)
         loss.backward()
         rewrite.run_embedding_backward(embeddings)

@@ -117,7 +117,7 @@ class Timeline:
         return (*self._arrows_of_tasks(), *self._arrows_of_microbatches())
 
     @cached_property
-    def enclosing_bars(self) -> frozenset[int]:
+    def enclosing_bar_positions(self) -> frozenset[int]:
         """Positions of bars that enclose others: bars of the same lane, or micro-batch bars of another thread."""
         return frozenset(self._enclosed_bars)
 
@@ -217,7 +217,9 @@ class Timeline:
 
     @cached_property
     def _path(self) -> list[tuple[int | None, int]]:
-        leaves = [p for p, bar in enumerate(self.bars) if p not in self.enclosing_bars and bar.kind not in WAITS]
+        leaves = [
+            p for p, bar in enumerate(self.bars) if p not in self.enclosing_bar_positions and bar.kind not in WAITS
+        ]
         before = self._predecessors(leaves)
         path: list[tuple[int | None, int]] = []
         seen: set[int] = set()
@@ -240,20 +242,20 @@ class Timeline:
         last = {p: [max(inner, key=lambda p: self.bars[p].end)] for p, inner in within.items() if inner}
         before: dict[int, list[int]] = defaultdict(list)
 
-        def add_predecessors(target: int, sources: Iterable[int]) -> None:
+        def add_predecessor_bars(target: int, sources: Iterable[int]) -> None:
             for position in within.get(target, ()):
                 before[position].extend(sources)
 
         for source, target in self.arrows:
-            add_predecessors(target, last.get(source, ()))
+            add_predecessor_bars(target, last.get(source, ()))
         lanes: dict[tuple[int, str], list[int]] = defaultdict(list)
         for position in sorted({*leaves, *self._waiting_tasks}):
             lanes[self._lane(position)].append(position)
         of_schedules = self._find_last_bars_by_schedule(leaves)
         for previous, following in (pair for lane in lanes.values() for pair in pairwise(lane)):
-            add_predecessors(following, last[previous])
+            add_predecessor_bars(following, last[previous])
             if self.bars[previous].stage is not None and self.bars[following].stage is None:
-                add_predecessors(following, of_schedules[self._get_schedule_key(previous)])
+                add_predecessor_bars(following, of_schedules[self._get_pipeline_and_iteration(previous)])
         for position in leaves:
             submitted, tasks = self.bars[position].submitted, lanes[self.bars[position].rank, MAIN]
             if submitted is not None:
@@ -273,12 +275,12 @@ class Timeline:
         last: dict[tuple[int, int | None], dict[int, int]] = defaultdict(dict)
         for position in leaves:  # sorted by lane and start
             if self.bars[position].stage is not None:
-                of_rank, rank = last[self._get_schedule_key(position)], self.bars[position].rank
+                of_rank, rank = last[self._get_pipeline_and_iteration(position)], self.bars[position].rank
                 if rank not in of_rank or self.bars[of_rank[rank]].end <= self.bars[position].end:
                     of_rank[rank] = position
         return defaultdict(list, {schedule: list(of_rank.values()) for schedule, of_rank in last.items()})
 
-    def _get_schedule_key(self, position: int) -> tuple[int, int | None]:
+    def _get_pipeline_and_iteration(self, position: int) -> tuple[int, int | None]:
         return self.bars[position].pipeline, self.bars[position].iteration
 
     def _lane(self, position: int) -> tuple[int, str]:

@@ -165,7 +165,7 @@ def _followers(tasks: Sequence[PipelineTask]) -> dict[str, set[str]]:
     return after
 
 
-def list_background_waits(costs: Mapping[str, TaskCost]) -> Iterable[tuple[str, str]]:
+def list_background_work_waiters(costs: Mapping[str, TaskCost]) -> Iterable[tuple[str, str]]:
     """Pairs of a task with background work and the other task that waits for this work."""
     for name, cost in costs.items():
         if cost.waited_by is not None and cost.waited_by != name and cost.background:

@@ -22,7 +22,7 @@ from lightning_pipe.engine.planning.costs import (
     Machine,
     Resource,
     TaskCost,
-    list_background_waits,
+    list_background_work_waiters,
     split_cost_by_resource,
 )
 from lightning_pipe.engine.planning.discrete_events import EventLoop, Process, ResourceRequest, SharedResource, Signal
@@ -69,7 +69,7 @@ class SimulatedThreads:
         self.on_workers = [op for op in ops if op.group != MAIN]
         self.on_named_streams = [op for op in ops if op.stream is not None]
         self.waits_for: dict[str, list[str]] = {name: [] for name in plan.tasks}
-        for submitter, waiter in list_background_waits(costs):
+        for submitter, waiter in list_background_work_waiters(costs):
             self.waits_for[waiter].append(submitter)
 
         work = [load for cost in costs.values() for load in split_cost_by_resource(cost, machine)]
@@ -152,7 +152,7 @@ class SimulatedThreads:
         else:
             start = self.clock.now
             if cost.launch:
-                yield self._request_resource("host", cost.launch)
+                yield self._make_resource_request("host", cost.launch)
             self._record_bar(entry, op, TASK, op.group, start)
         if entry.ticket is not None:
             self._set_signal("submitted", op.sequencer_index, entry.ticket)
@@ -184,7 +184,7 @@ class SimulatedThreads:
         for submitter in self.waits_for[op.name]:
             yield from self._wait_for_signal("background", submitter, entry.iteration)
         if cost.seconds:
-            yield self._request_resource(cost.resource, cost.seconds)
+            yield self._make_resource_request(cost.resource, cost.seconds)
         waits = bool(cost.background) and cost.waited_by == op.name
         if waits and kind == TASK and entry.ticket is not None:
             self._set_signal(
@@ -199,13 +199,13 @@ class SimulatedThreads:
     def _simulate_background_work(self, entry: _QueueEntry, op: Operation) -> Body:
         cost, start = self.costs[op.name], self.clock.now
         assert isinstance(cost.background, float | int)
-        yield self._request_resource(cost.background_resource, cost.background)
+        yield self._make_resource_request(cost.background_resource, cost.background)
         self._record_bar(entry, op, BACKGROUND, cost.background_resource, start)
         self._set_signal("background", op.name, entry.iteration)
 
     # ------------------------------------------------------------------ signals, queues and resources
 
-    def _request_resource(self, resource: Resource, seconds: float) -> ResourceRequest:
+    def _make_resource_request(self, resource: Resource, seconds: float) -> ResourceRequest:
         return ResourceRequest(self.resources[resource], seconds)
 
     def _wait_for_signal(self, *key: Hashable) -> Body:

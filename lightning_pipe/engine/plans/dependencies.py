@@ -66,18 +66,20 @@ def required_dependencies(
     # Two loops over the same names, because a State and a context field may have the same name.
     for name in names:
         for dependency in _derive_dependencies(
-            _list_field_accesses(tasks, name, False, 1), f"field {str(name)!r}", frozenset()
+            _list_task_accesses_to_field(tasks, name, False, 1), f"field {str(name)!r}", frozenset()
         ):
             dependencies.setdefault(dependency)
     for name in names:
         for dependency in _derive_dependencies(
-            _list_field_accesses(tasks, name, True, iterations), repr(State(name)), without
+            _list_task_accesses_to_field(tasks, name, True, iterations), repr(State(name)), without
         ):
             dependencies.setdefault(dependency)
     return tuple(dependencies)
 
 
-def _list_field_accesses(tasks: Sequence[PipelineTask], name: str, is_state: bool, iterations: int) -> list[_Access]:
+def _list_task_accesses_to_field(
+    tasks: Sequence[PipelineTask], name: str, is_state: bool, iterations: int
+) -> list[_Access]:
     accesses = []
     for iteration in range(iterations):
         for task in tasks:

@@ -157,14 +157,14 @@ class TaskProfiler:
         }
         for _ in range(self._rounds):
             for name in measured or [""]:
-                all_run.append(self._time_iterations(run_times))
+                all_run.append(self._measure_mean_iteration_time(run_times))
                 if not name:
                     continue
                 pipeline.enable_shortcut(name, key=self._make_batch_key_fn())
                 # Capture once per batch, then continue until the pipeline only holds replayed iterations.
                 for _ in range(len(self._batches) + pipeline.plan.pipeline_depth):
                     self._run_iteration()
-                saved[name].append(all_run[-1] - self._time_iterations(run_times_without[name]))
+                saved[name].append(all_run[-1] - self._measure_mean_iteration_time(run_times_without[name]))
                 pipeline.disable_shortcut(name)
                 for _ in range(pipeline.plan.pipeline_depth):
                     self._run_iteration()
@@ -183,7 +183,7 @@ class TaskProfiler:
         seconds = statistics.median(all_run)
         return ProfileResult(pipeline.plan.name, seconds, tasks, self._rounds, self._iterations)
 
-    def _time_iterations(self, run_times: Mapping[str, list[float]]) -> float:
+    def _measure_mean_iteration_time(self, run_times: Mapping[str, list[float]]) -> float:
         """Mean time of the iterations of one measurement in seconds. Appends each task's time to *run_times*."""
         self._pipeline.start_trace()
         self._synchronize()
@@ -237,7 +237,9 @@ class TaskProfiler:
         written = []
         try:
             for _ in range(2):
-                with pipeline.observe_task_contexts(later, _make_written_field_reader(pipeline.plan.tasks)) as seen:
+                with pipeline.observe_task_contexts(
+                    later, _make_written_fields_snapshot_fn(pipeline.plan.tasks)
+                ) as seen:
                     pipeline.run_one_serial_iter(self._batches[0].make_copy())
                 written.append(seen)
                 if self._keeper is not None:
@@ -252,14 +254,14 @@ class TaskProfiler:
 Seen = dict[tuple[str, str], list[Tensor]]
 
 
-def _make_written_field_reader(tasks: Mapping[str, PipelineTask]) -> Callable[[str, IterContext], Seen]:
-    def read_written_fields(name: str, ctx: IterContext) -> Seen:
+def _make_written_fields_snapshot_fn(tasks: Mapping[str, PipelineTask]) -> Callable[[str, IterContext], Seen]:
+    def snapshot_written_fields(name: str, ctx: IterContext) -> Seen:
         # Fields of declared effects may hold pending communication, whose buffers are not yet filled.
         owned = {field for io in tasks[name].io for field in io.fields}
         fields = [field for field in tasks[name].writes if field in vars(ctx) and field not in owned]
         return {(name, field): take_snapshot(getattr(ctx, field)).tensors() for field in fields}
 
-    return read_written_fields
+    return snapshot_written_fields
 
 
 def _check_fields_equal(name: str, first: Seen, second: Seen) -> None:

@@ -227,7 +227,7 @@ class Executor:
         return shown, self.trace.begin_span() if self.trace else None, time.perf_counter(), ticket
 
     def end_caller_task(self, op: Operation, slot: Slot, entered: Entered) -> None:
-        """End a task after :meth:`enter`."""
+        """End a task after :meth:`begin_caller_task`."""
         shown, begun, metered, ticket = entered
         current_tasks[MAIN] = op.name, slot.iteration, True
         if ticket is not None:

@@ -406,7 +406,7 @@ class SWPipeline:
         watched = [(op, op.fn) for op in self._executor.operations if op.name in names]
         try:
             for op, fn in watched:
-                op.fn = _wrap_with_observer(fn, partial(read, op.name), entries)
+                op.fn = _wrap_to_read_context_after_run(fn, partial(read, op.name), entries)
             yield entries
         finally:
             for op, fn in watched:
@@ -593,13 +593,13 @@ class SWPipeline:
             self._begun = None
 
 
-def _wrap_with_observer(
+def _wrap_to_read_context_after_run(
     fn: Callable[[IterContext], None], read: Callable[[IterContext], Mapping[K, V]], entries: dict[K, V]
 ) -> Callable[[IterContext], None]:
     """Task function that reads the context after each run."""
 
-    def run_and_observe(ctx: IterContext) -> None:
+    def run_task_and_read_context(ctx: IterContext) -> None:
         fn(ctx)
         entries.update(read(ctx))
 
-    return run_and_observe
+    return run_task_and_read_context

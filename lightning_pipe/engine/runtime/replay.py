@@ -76,7 +76,7 @@ class Shortcut:
         )
 
     def _replay_run(self, ctx: IterContext, run: _CapturedTaskRun) -> None:
-        upstream = self._collect_upstream_tensors(ctx) if torch.is_grad_enabled() else None
+        upstream = self._collect_inputs_requiring_grad(ctx) if torch.is_grad_enabled() else None
         give = None if upstream is None else partial(attach_upstream_with_zero_grads, upstream=upstream)
         # Fields are set first and deleted last, because restore() may use fields that the task sets or deletes.
         vars(ctx).update(run.produced.make_copy(give))
@@ -85,7 +85,7 @@ class Shortcut:
         for name in run.deleted:
             vars(ctx).pop(name, None)
 
-    def _collect_upstream_tensors(self, ctx: IterContext) -> list[Tensor]:
+    def _collect_inputs_requiring_grad(self, ctx: IterContext) -> list[Tensor]:
         """Tensors for which the outputs would have gradients."""
         tensors: dict[int, Tensor] = {}
         for name in self._task.reads:

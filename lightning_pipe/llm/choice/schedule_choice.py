@@ -123,7 +123,7 @@ def list_candidates(
     """
     candidates: dict[ScheduleCandidate, None] = {}
     for spec in filter(allowed, SCHEDULES.values()):
-        for per_rank in _iter_valid_stages_per_rank(spec, pp_size, config.num_layers):
+        for per_rank in _iter_valid_num_stages_per_rank(spec, pp_size, config.num_layers):
             for count in measured.work:
                 try:
                     check_microbatches(spec, count, pp_size, per_rank)
@@ -134,7 +134,7 @@ def list_candidates(
     return list(candidates)
 
 
-def _iter_valid_stages_per_rank(spec: ScheduleSpec, pp_size: int, num_layers: int) -> Iterator[int]:
+def _iter_valid_num_stages_per_rank(spec: ScheduleSpec, pp_size: int, num_layers: int) -> Iterator[int]:
     for count in range(1, _MOST_STAGES + 1):
         try:
             count_stages_per_rank(spec, pp_size, count)

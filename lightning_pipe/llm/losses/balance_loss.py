@@ -79,12 +79,12 @@ class BalanceLoss:
         """Context that moves the router logits from the results of a base model into a list."""
         captured: list[Tensor] = []
 
-        def capture_logits_hook(module: nn.Module, args: Any, output: Any) -> None:
+        def capture_router_logits_hook(module: nn.Module, args: Any, output: Any) -> None:
             if hasattr(output, "router_logits"):
                 captured.extend(output.router_logits or ())
                 output["router_logits"] = None  # otherwise the model would compute the loss of its own layers
 
-        handle = base.register_forward_hook(capture_logits_hook)
+        handle = base.register_forward_hook(capture_router_logits_hook)
         try:
             yield captured
         finally:

@@ -105,7 +105,7 @@ class LayerBench:
         stage = make_stage(shallow_copy(self.model), self.config, names, stage_index, 3).train()
         stage.balance = None  # sums of routers cost little
         with self.within():
-            replace_tensors_with_placeholders(stage, self.device)
+            randomize_module_tensors(stage, self.device)
         self.prepare(stage)
         result_of = None if loss_of is None else lambda output: loss_of(output, stage.module)
 
@@ -118,7 +118,7 @@ class LayerBench:
         return ModelPiece(stage, modules, run_stage, inputs, batch)
 
 
-def replace_tensors_with_placeholders(stage: nn.Module, device: torch.device) -> None:
+def randomize_module_tensors(stage: nn.Module, device: torch.device) -> None:
     """Replace a stage's tensors, in place, by placeholders that differ only in their values: small and varied."""
 
     def make_random_placeholder(tensor: Tensor) -> Tensor:

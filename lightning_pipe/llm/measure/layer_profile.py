@@ -108,11 +108,11 @@ class _PieceTimer:
         return LayerWork(*(statistics.median(column) for column in zip(*runs, strict=True)))
 
     def _run(self, piece: ModelPiece) -> LayerWork:
-        forward, (outputs, inputs) = self._time_call(lambda: _run_forward(piece))
+        forward, (outputs, inputs) = self._time_call(lambda: _run_piece_forward(piece))
         backward, _ = self._time_call(lambda: _run_full_backward(outputs))
         if not self._parts or not _can_split_backward(piece, inputs):
             return LayerWork(forward, backward, 0.0, backward)
-        outputs, inputs = _run_forward(piece)
+        outputs, inputs = _run_piece_forward(piece)
         first, groups = self._time_call(lambda: _input_backward(piece, outputs, inputs))
         second, _ = self._time_call(lambda: _weight_backward(piece, groups))
         return LayerWork(forward, backward, first, second)
@@ -156,7 +156,7 @@ def measure_footprints(
         ):
             yield
 
-    def measure_pieces_in_context(
+    def measure_pieces_on_cpu(
         convert: Callable[[Tensor], Tensor], context: Callable[[], AbstractContextManager[None]]
     ) -> ModelPieceResults[Footprint]:
         with context():
@@ -166,12 +166,12 @@ def measure_footprints(
             return bench.measure(loss_of, _measure_footprint)
 
     try:
-        return measure_pieces_in_context(_empty_cpu_like, fake_tensor_modes)
+        return measure_pieces_on_cpu(_empty_cpu_like, fake_tensor_modes)
     except Exception as error:  # any exception: code may fail in any way without values
         leaves = tree_leaves((args, dict(kwargs)))
         if isinstance(error, SetupError) or any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in leaves):
             raise
-    return measure_pieces_in_context(Tensor.cpu, nullcontext)
+    return measure_pieces_on_cpu(Tensor.cpu, nullcontext)
 
 
 def _empty_cpu_like(tensor: Tensor) -> Tensor:
@@ -204,8 +204,8 @@ def _measure_footprint(piece: ModelPiece) -> Footprint:
 
 
 def _measure_with_full_backward(piece: ModelPiece) -> tuple[int, int, int, int, tuple[float, float]]:
-    with _byte_and_flop_counters() as (live, operations):
-        outputs, _ = _run_forward(piece)
+    with _live_byte_and_flop_counters() as (live, operations):
+        outputs, _ = _run_piece_forward(piece)
         forward, after_forward, in_forward = operations(), live.current, live.peak
         live.peak = live.current
         _run_full_backward(outputs)
@@ -214,8 +214,8 @@ def _measure_with_full_backward(piece: ModelPiece) -> tuple[int, int, int, int, 
 
 
 def _measure_with_split_backward(piece: ModelPiece) -> tuple[int, int, int, float, float]:
-    with _byte_and_flop_counters() as (live, operations):
-        outputs, inputs = _run_forward(piece)
+    with _live_byte_and_flop_counters() as (live, operations):
+        outputs, inputs = _run_piece_forward(piece)
         forward, after_forward, live.peak = operations(), live.current, live.current
         groups = _input_backward(piece, outputs, inputs)
         in_first, first = live.peak - after_forward, operations() - forward
@@ -228,7 +228,7 @@ def _measure_with_split_backward(piece: ModelPiece) -> tuple[int, int, int, floa
 
 
 @contextmanager
-def _byte_and_flop_counters() -> Iterator[tuple[LiveBytes, Callable[[], float]]]:
+def _live_byte_and_flop_counters() -> Iterator[tuple[LiveBytes, Callable[[], float]]]:
     """Count bytes, and operations so far."""
     # Entered for forward and backward together: selective checkpointing must see the same modes in both.
     with LiveBytes() as live, _FlopCounter() as operations:
@@ -289,7 +289,7 @@ class _FakeGroupedMmMode(TorchDispatchMode):
 # ---------------------------------------------------------------------- a piece's work, as PyTorch's stages do it
 
 
-def _run_forward(piece: ModelPiece) -> tuple[tuple[Tensor, ...], tuple[Any, ...]]:
+def _run_piece_forward(piece: ModelPiece) -> tuple[tuple[Tensor, ...], tuple[Any, ...]]:
     """Outputs and inputs of a forward; the inputs are leaves without gradients, as a stage receives them."""
     inputs = tuple(
         value.detach().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value

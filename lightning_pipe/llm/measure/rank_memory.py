@@ -151,7 +151,7 @@ def estimate_memory(
                 optimizer=sum(piece.optimizer.local for piece in parts),
                 buffers=pieces.empty.buffers * len(rank_stages) + sum(piece.buffers for piece in parts),
                 messages=sum(
-                    _estimate_message_bytes(stages, stage, len(rank_stages), microbatches, keeps_messages)
+                    _estimate_message_buffer_bytes(stages, stage, len(rank_stages), microbatches, keeps_messages)
                     for stage in rank_stages
                 ),
                 activations=activations,
@@ -243,7 +243,7 @@ def _find_activation_and_gradient_peak(
     return *peak, most_live
 
 
-def _estimate_message_bytes(
+def _estimate_message_buffer_bytes(
     stages: Sequence[_StageActivationMemory], stage: int, stages_of_rank: int, microbatches: int, keeps_messages: bool
 ) -> int:
     """Bytes of receive buffers for hidden states and their gradients, and of sent tensors that PyTorch keeps."""

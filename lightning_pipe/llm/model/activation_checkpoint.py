@@ -254,20 +254,20 @@ def _thread_state(tensors: Sequence[Tensor]) -> list[AbstractContextManager[Any]
         )
         for kind in sorted({"cpu", *(value.device.type for value in tensors)})
     ]
-    return [*autocasts, _replaced_function_modes(function_mode_stack())]
+    return [*autocasts, _temporary_function_modes(function_mode_stack())]
 
 
 @contextmanager
-def _replaced_function_modes(modes: Sequence[TorchFunctionMode]) -> Generator[None, None, None]:
+def _temporary_function_modes(modes: Sequence[TorchFunctionMode]) -> Generator[None, None, None]:
     """Activate only these modes: modes of the backward's caller may be among them, and must not act twice."""
-    previous = _swap_function_modes(modes)
+    previous = _set_function_mode_stack(modes)
     try:
         yield
     finally:
-        _swap_function_modes(previous)
+        _set_function_mode_stack(previous)
 
 
-def _swap_function_modes(modes: Sequence[TorchFunctionMode]) -> list[TorchFunctionMode]:
+def _set_function_mode_stack(modes: Sequence[TorchFunctionMode]) -> list[TorchFunctionMode]:
     previous: list[TorchFunctionMode] = function_mode_stack()
     for _ in previous:
         pop_function_mode()

@@ -48,7 +48,7 @@ def disable_donated_buffers() -> Callable[[], None]:
     if before:
         torch.compiler.reset()  # later layers would reuse earlier graphs, which have donated buffers
 
-    def restore_donated_buffers() -> None:
+    def restore_donated_buffer_setting() -> None:
         set_donated_buffers(before)
 
-    return restore_donated_buffers
+    return restore_donated_buffer_setting

@@ -25,7 +25,7 @@ from lightning_pipe.llm.losses.balance_loss import BalanceLoss
 from lightning_pipe.llm.model.built_stages import HandBuiltStages
 from lightning_pipe.llm.model.module_config import NEEDED, PPModuleConfig, TrialRun, is_inside
 from lightning_pipe.llm.model.shapes import find_failing_module
-from lightning_pipe.llm.model.slots import PassThroughOuterModule, is_causal_lm, token_width
+from lightning_pipe.llm.model.slots import PassThroughNonLayerModule, is_causal_lm, token_width
 from lightning_pipe.llm.model.stage_module import (
     base_model,
     output_tensor,
@@ -152,7 +152,7 @@ def _run_trial_without_layers(model: nn.Module, layers: Sequence[str], outer_fqn
             torch.random.fork_rng(devices=[]),
             torch.compiler.set_stance("force_eager"),  # a mask of FlexAttention would be compiled for the CPU
         ):
-            shell = _Shell(model, layers, outer_fqns, results)
+            shell = _ModelWithReplacedLayers(model, layers, outer_fqns, results)
             try:
                 runs = [
                     shell.run_model(tokens=tokens, with_head=with_head)
@@ -211,7 +211,7 @@ class _RecordedModelRun(NamedTuple):
         return {call.name for call in takewhile(lambda call: call.arguments is None, reversed(self.calls))}
 
 
-class _Shell:
+class _ModelWithReplacedLayers:
     """Copy of a model with other modules in place of its layers and of its modules between the layers and the root."""
 
     def __init__(self, model: nn.Module, layers: Sequence[str], outer_fqns: Sequence[str], results: int) -> None:
@@ -219,7 +219,7 @@ class _Shell:
         self._width, self._runs, memo = token_width(model), 0, dict[int, Any]()
         for name in (*outer_fqns, *layers):
             module = model.get_submodule(name)
-            slot = memo[id(module)] = PassThroughOuterModule(module, self._width)
+            slot = memo[id(module)] = PassThroughNonLayerModule(module, self._width)
             arguments = tuple(inspect.signature(module.forward).parameters)
             note = partial(self._note, name, arguments, results if name in set(layers) else None)
             slot.register_forward_hook(note, with_kwargs=True)
@@ -238,7 +238,7 @@ class _Shell:
         padding = getattr(self.model.config, "pad_token_id", None) or 0
         ids = torch.full((_ROWS, _LENGTH), padding + 1)
         ids[0, -1] = padding
-        embeddings = self._make_distinct_values((_ROWS, _LENGTH, self._width), torch.float32)
+        embeddings = self._make_distinct_hidden_states((_ROWS, _LENGTH, self._width), torch.float32)
         inputs: dict[str, Any] = {"use_cache": False} if takes_cache(model) else {}
         inputs |= {"input_ids": ids} if tokens else {"inputs_embeds": embeddings}
         with BalanceLoss.capture_router_logits(base):
@@ -250,13 +250,13 @@ class _Shell:
         """Note a call, and return the result: new values, unless the module passes its input through."""
         arguments = {**dict(zip(names, args, strict=False)), **kwargs}
         passes = results is None and any(hidden is value for value in arguments.values())
-        result = hidden if passes else self._make_distinct_values(hidden.shape, hidden.dtype)
+        result = hidden if passes else self._make_distinct_hidden_states(hidden.shape, hidden.dtype)
         arguments = {key: value for key, value in arguments.items() if value is not hidden}
         self.calls.append(_Call(name, hidden.clone(), result.clone(), None if results is None else arguments))
         # Further results of a layer are not numbers, so that they are seen where they arrive.
         return (result, *[result * torch.nan] * (results - 1)) if results else result
 
-    def _make_distinct_values(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    def _make_distinct_hidden_states(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Values that differ between runs and calls."""
         values = torch.linspace(self._runs, self._runs + 1, torch.Size(shape).numel())
         return (values.view(shape) + len(self.calls)).to(dtype)

@@ -32,7 +32,7 @@ def register_router_loss_hooks(model: nn.Module, *, balance_coefficient: float, 
         InputError: in the forward, a router that returns something else than transformers' routers do.
     """
 
-    def attach_losses_hook(router: nn.Module, args: Any, results: Any) -> Any:
+    def attach_router_losses_hook(router: nn.Module, args: Any, results: Any) -> Any:
         if not (isinstance(results, tuple) and len(results) == 3):
             raise InputError(
                 f"{type(router).__name__} returned {type(results).__name__}; expected a tuple of its logits, and of the"
@@ -57,7 +57,7 @@ def register_router_loss_hooks(model: nn.Module, *, balance_coefficient: float, 
             " of experts, whose blocks have them"
         )
     for router in routers:
-        router.register_forward_hook(attach_losses_hook)
+        router.register_forward_hook(attach_router_losses_hook)
 
 
 def has_routers(model: nn.Module) -> bool:

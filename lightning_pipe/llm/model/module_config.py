@@ -90,14 +90,14 @@ class PPModuleConfig:
             check_whole_number(f"{key} of get_pp_module_config()", values.get(key, 1), 1)
         return cls(**values)
 
-    def layer_fqn(self, index: int) -> str:
+    def get_layer_fqn(self, index: int) -> str:
         """FQN of a layer."""
         return f"{self.layer_prefix}.{index}" if self.layer_prefix else str(index)
 
     @property
     def layer_fqns(self) -> tuple[str, ...]:
         """FQNs of all layers, in order."""
-        return tuple(self.layer_fqn(index) for index in range(self.num_layers))
+        return tuple(self.get_layer_fqn(index) for index in range(self.num_layers))
 
     @property
     def module_fqns(self) -> tuple[str, ...]:

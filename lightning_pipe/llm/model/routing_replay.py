@@ -80,7 +80,7 @@ class RoutingReplay(TorchFunctionMode):
         return self._recorded
 
     @contextmanager
-    def within_block(self, block: MoEBlockInfo) -> Iterator[None]:
+    def moe_block_context(self, block: MoEBlockInfo) -> Iterator[None]:
         """Take a ``topk`` over the block's experts for its choice."""
         if self._seen is not None:
             if block.layer in self._seen:
@@ -113,7 +113,7 @@ class RoutingReplay(TorchFunctionMode):
             return torch.topk(self._group_scores(block, scores), k, dim, *args, **kwargs)
         self._used = True
         expected = (*(block.tokens or scores.shape[:1]), k)
-        key = self._record_key(block)
+        key = self._get_record_key(block)
         chosen = self._recorded.get(key) if self._choices is None else self._choices[:, :, block.layer]
         if chosen is None:
             chosen = torch.topk(scores.detach(), k, dim, *args, **kwargs).indices
@@ -140,7 +140,7 @@ class RoutingReplay(TorchFunctionMode):
         groups = choices.reshape(len(scores), -1).long() // (block.experts // scores.shape[1])
         return torch.zeros_like(scores).scatter_add(1, groups, torch.ones_like(groups, dtype=scores.dtype))
 
-    def _record_key(self, block: MoEBlockInfo) -> int:
+    def _get_record_key(self, block: MoEBlockInfo) -> int:
         return block.layer
 
 
@@ -158,14 +158,14 @@ class LayerRouting(RoutingReplay):
         return super().__enter__()
 
     @contextmanager
-    def within_block(self, block: MoEBlockInfo) -> Iterator[None]:
+    def moe_block_context(self, block: MoEBlockInfo) -> Iterator[None]:
         self._block = replace(block, tokens=())
         try:
             yield
         finally:
             self._block = None
 
-    def _record_key(self, block: MoEBlockInfo) -> int:
+    def _get_record_key(self, block: MoEBlockInfo) -> int:
         self._count += 1
         return self._count
 
@@ -268,5 +268,5 @@ def _forward_with_routing_replay(
             f" {ROUTED_EXPERTS!r} out of the batch"
         )
     tokens = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)).shape[:-1]
-    with replay.within_block(replace(block, tokens=tuple(tokens))):
+    with replay.moe_block_context(replace(block, tokens=tuple(tokens))):
         return forward(*args, **kwargs)

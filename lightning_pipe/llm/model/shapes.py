@@ -171,7 +171,7 @@ class StageShapes:
                 kinds = ["Tensor" if _is_tensor(value) else type(value).__name__ for value in output]
                 kind += f" of ({', '.join(kinds)})"
             raise SetupError(
-                f"stage {index} gave a {kind}{_describe_origin_module(stage, results, output)}; expected a"
+                f"stage {index} gave a {kind}{_describe_module_returning_output(stage, results, output)}; expected a"
                 " tensor, or a tuple of"
                 " tensors, which the next stage takes as its arguments. Let the layers of the model pass tensors only:"
                 " make other values attributes of the layers, or keyword arguments of the model (model_inputs), which"
@@ -188,16 +188,16 @@ def bypass_data_dependent_layer(layer: Any, slot: nn.Module) -> None:
     forward = layer.forward
 
     @functools.wraps(forward)
-    def run_forward_or_slot(*args: Any, **kwargs: Any) -> Any:
+    def run_or_bypass_if_data_dependent(*args: Any, **kwargs: Any) -> Any:
         try:
             return forward(*args, **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException):
             return slot(*args, **kwargs)
 
-    layer.forward = run_forward_or_slot
+    layer.forward = run_or_bypass_if_data_dependent
 
 
-def _describe_origin_module(stage: nn.Module, results: Sequence[tuple[nn.Module, Any]], output: Any) -> str:
+def _describe_module_returning_output(stage: nn.Module, results: Sequence[tuple[nn.Module, Any]], output: Any) -> str:
     """Part of a message with the first module that returned a stage's output; empty if no module did."""
 
     def get_object_ids(value: Any) -> list[int]:

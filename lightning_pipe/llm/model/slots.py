@@ -38,7 +38,7 @@ class PassThroughModule(nn.Module):
         return args[0] if args else next(iter(kwargs.values()))
 
 
-class PassThroughOuterModule(PassThroughModule):
+class PassThroughNonLayerModule(PassThroughModule):
     """Replacement of a module outside the layers of a causal LM, for operations whose results do not count.
 
     It returns its first floating-point argument, or zeros in the shape that an embedding or a linear layer returns.
@@ -119,7 +119,7 @@ def build_stand_ins(
     return {
         name: PassThroughLayer(module, results, passage, place[name] < first, place[name] > last)
         if name in place
-        else PassThroughOuterModule(module, passage.width, None if name in called else name)
+        else PassThroughNonLayerModule(module, passage.width, None if name in called else name)
         for name, module in foreign.items()
     }
 

@@ -67,14 +67,14 @@ class StageModule(nn.Module):
         self.num_stages = num_stages
         self._packs = packs and stage_index > 0
         self._causal_lm = is_causal_lm(module)
-        self._has_cache = self._causal_lm and takes_cache(self._get_called_module())
+        self._has_cache = self._causal_lm and takes_cache(self._get_model_or_base_model())
         slots = [submodule for submodule in module.modules() if isinstance(submodule, PassThroughLayer)]
         self._passage = slots[0].passage if slots else StageHiddenStates()
         self._enters = stage_index > 0 and any(slot.enters for slot in slots)
         self._leaves = any(slot.leaves for slot in slots)
         self.balance = BalanceLoss.from_model(module) if self._causal_lm else None
 
-    def _get_called_module(self) -> nn.Module:
+    def _get_model_or_base_model(self) -> nn.Module:
         # Only the last stage runs the operations of a causal LM after its base model (scaling or capping logits).
         return self.module if self.stage_index == self.num_stages - 1 else base_model(self.module)
 
@@ -124,16 +124,16 @@ class StageModule(nn.Module):
             kwargs["use_cache"] = False
         try:
             self._passage.received = args[0] if self._enters else None
-            output = self._get_called_module()(**kwargs)
+            output = self._get_model_or_base_model()(**kwargs)
             if self._enters and not self._passage.entered:
-                raise self._make_no_layer_error("before its own, where its hidden states enter it", "previous")
+                raise self._make_layers_not_run_error("before its own, where its hidden states enter it", "previous")
             if self._leaves and self._passage.left is None:
-                raise self._make_no_layer_error("after its own, where its hidden states leave it", "next")
+                raise self._make_layers_not_run_error("after its own, where its hidden states leave it", "next")
             return output_tensor(output) if self._passage.left is None else self._passage.left
         finally:
             self._passage.received, self._passage.entered, self._passage.left = None, False, None
 
-    def _make_no_layer_error(self, where: str, neighbor: str) -> SetupError:
+    def _make_layers_not_run_error(self, where: str, neighbor: str) -> SetupError:
         return SetupError(
             f"stage {self.stage_index} of {self.num_stages} ran no layer {where}; expected a forward that runs the"
             f" layers of the {neighbor} stage. Move the split points"

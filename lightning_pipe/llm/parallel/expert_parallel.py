@@ -85,7 +85,7 @@ def apply_expert_parallel(
             )
         elif data_mesh is not None:
             replicate(experts, mesh=data_mesh)
-    exchange = _ExpertTokenExchange(mesh.get_group())
+    exchange = _ExpertParallelRunner(mesh.get_group())
     for module in stage.modules():
         if isinstance(module, MoE):
             module.exchange = exchange
@@ -122,7 +122,7 @@ def _check_expert_widths(experts: nn.Module, size: int) -> None:
         )
 
 
-class _ExpertTokenExchange:
+class _ExpertParallelRunner:
     """Runs the experts of all ranks of a group; each rank calls it with its own tokens."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:

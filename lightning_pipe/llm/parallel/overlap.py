@@ -88,7 +88,7 @@ class ForwardBackwardOverlap:
         if failure is not None:
             raise _OtherCallFailed
 
-    def exclude_pauses(self, start: float, end: float) -> list[tuple[float, float]]:
+    def cut_pauses_from_span(self, start: float, end: float) -> list[tuple[float, float]]:
         """Parts of a span of the call that has the turn, without those in which the other call ran."""
         released, regained = self._passes[self._turn]
         pauses = [pause for pause in zip(released, regained, strict=True) if pause[0] >= start]
@@ -129,7 +129,7 @@ def yield_to_overlapped() -> None:
 
 def exclude_other_call_time(start: float, end: float) -> list[tuple[float, float]]:
     """Parts of a span of a call, without those in which the call that it takes turns with ran."""
-    return [(start, end)] if _current is None else _current.exclude_pauses(start, end)
+    return [(start, end)] if _current is None else _current.cut_pauses_from_span(start, end)
 
 
 def _random_state(device: torch.device) -> list[torch.Tensor]:

@@ -111,12 +111,12 @@ class _Ring(torch.autograd.Function):
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float, group: dist.ProcessGroup) -> Tensor:
         repeats = query.shape[1] // key.shape[1]
 
-        def attend_repeated(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> tuple[Any, ...]:
+        def attend_with_repeated_heads(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> tuple[Any, ...]:
             return attend(query, _repeat(key, repeats), _repeat(value, repeats), is_causal, scale)
 
         with use_balanced_ring_attention(query.dtype) as (ring, _):
             out, sums, *kernel_outputs = ring(
-                group, _LENGTH, attend_repeated, query=query, key=key, value=value, is_causal=True
+                group, _LENGTH, attend_with_repeated_heads, query=query, key=key, value=value, is_causal=True
             )
         ctx.save_for_backward(query, key, value, out, sums)
         ctx.kernel_outputs, ctx.scale, ctx.group, ctx.repeats = kernel_outputs, scale, group, repeats
@@ -128,7 +128,7 @@ class _Ring(torch.autograd.Function):
         query, key, value, out, sums = ctx.saved_tensors
         repeats = ctx.repeats
 
-        def attend_repeated_backward(
+        def attend_backward_with_repeated_heads(
             query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor, is_causal: bool, grad_out: Tensor
         ) -> tuple[Tensor, ...]:
             saved = query, _repeat(key, repeats), _repeat(value, repeats), out, logsumexp
@@ -141,7 +141,7 @@ class _Ring(torch.autograd.Function):
             gradients = ring_backward(
                 ctx.group,
                 _LENGTH,
-                attend_repeated_backward,
+                attend_backward_with_repeated_heads,
                 grad_out=gradient.contiguous(),
                 grad_out_name="grad_out",
                 query=query,

@@ -134,15 +134,17 @@ def _as_bool_mask(mask: Tensor) -> Tensor:
     return mask > _MASKED if mask.is_floating_point() else mask.bool()
 
 
-def _as_additive_bias(mask: Tensor) -> Tensor:
+def _get_bias_of_attended_keys(mask: Tensor) -> Tensor:
     """What a mask adds to the scores of the keys that a query attends to."""
     return mask if mask.is_floating_point() else mask.new_zeros((), dtype=torch.float32)
 
 
 def _find_mask_differences(mask: Tensor, expected: Tensor) -> Tensor:
     """True where two masks, each bool or additive, differ in their effect."""
-    attends, bias = _as_bool_mask(mask), _as_additive_bias(mask)
-    return (attends != _as_bool_mask(expected)) | (attends & (bias != _as_additive_bias(expected).to(bias.dtype)))
+    attends, bias = _as_bool_mask(mask), _get_bias_of_attended_keys(mask)
+    return (attends != _as_bool_mask(expected)) | (
+        attends & (bias != _get_bias_of_attended_keys(expected).to(bias.dtype))
+    )
 
 
 class AttentionCheckedStage(nn.Module):

@@ -36,7 +36,7 @@ Styles = Mapping[str, str | ParallelStyle]
 def check_sequence_parallel(model: nn.Module, config: PPModuleConfig, plan: TensorPlan, styles: Styles) -> None:
     """Check that a model works on parts of the tokens outside its blocks."""
     reason, style_objects = None, [name for name, style in plan.items() if isinstance(style, ParallelStyle)]
-    blocks = _find_blocks_by_style(model, config, styles)
+    blocks = _find_tensor_parallel_blocks(model, config, styles)
     unsupported = {
         name
         for name, module in find_sequence_parallel_modules(model, config, styles).items()
@@ -65,7 +65,7 @@ def check_sequence_parallel(model: nn.Module, config: PPModuleConfig, plan: Tens
 
 def find_sequence_parallel_modules(model: nn.Module, config: PPModuleConfig, styles: Styles) -> dict[str, nn.Module]:
     """Modules of the layers with own parameters that see a part of the tokens, by name."""
-    blocks, layers = _find_blocks_by_style(model, config, styles), set(config.layer_fqns)
+    blocks, layers = _find_tensor_parallel_blocks(model, config, styles), set(config.layer_fqns)
     return {
         name: module
         for name, module in model.named_modules()
@@ -99,14 +99,14 @@ def apply_sequence_parallel(model: nn.Module, config: PPModuleConfig, mesh: Devi
     if stage_layers:
         _change_input(stage_layers[0], make_redistribute_fn(_WHOLE, TOKEN_SHARD, TOKEN_SHARD))
         _change_output(stage_layers[-1], make_redistribute_fn(TOKEN_SHARD, _WHOLE, _WHOLE))
-    for name in _find_blocks_by_style(model, config, styles):
+    for name in _find_tensor_parallel_blocks(model, config, styles):
         _change_input(model.get_submodule(name), make_redistribute_fn(TOKEN_SHARD, _WHOLE, Partial()))
     for name, style in styles.items():
         if isinstance(style, ColwiseParallel):
             model.get_submodule(name).register_forward_pre_hook(keep_input_gradient_partial)
 
 
-def _find_blocks_by_style(model: nn.Module, config: PPModuleConfig, styles: Styles) -> set[str]:
+def _find_tensor_parallel_blocks(model: nn.Module, config: PPModuleConfig, styles: Styles) -> set[str]:
     columns, rows = (
         [name for name, style in styles.items() if isinstance(style, style_class)]
         for style_class in (ColwiseParallel, RowwiseParallel)

@@ -78,7 +78,7 @@ def _derive_plan_from_hf_config(model: nn.Module, config: PPModuleConfig) -> dic
         for pattern, word in words.items()
         if any(_is_in_layer(name, config) for name in _find_matching_module_names(prefix + pattern, model))
     }
-    for name in _find_modules_between_shards(model, config, plan):
+    for name in _find_unsharded_modules_in_blocks(model, config, plan):
         plan.setdefault(_replace_layer_index_by_star(name, config), PARTIAL_GRADIENT)
     return plan
 
@@ -166,7 +166,7 @@ def _check_heads(model: nn.Module, styles: Mapping[str, str | ParallelStyle], si
                     )
 
 
-def _find_modules_between_shards(model: nn.Module, config: PPModuleConfig, plan: TensorPlan) -> list[str]:
+def _find_unsharded_modules_in_blocks(model: nn.Module, config: PPModuleConfig, plan: TensorPlan) -> list[str]:
     """Modules with parameters between a ``colwise`` and a ``rowwise`` module, which see a part of the activations.
 
     They are the remaining modules of the smallest module that contains both.

@@ -20,7 +20,7 @@ from lightning_pipe.llm.losses.router_losses import RouterLosses, sum_router_los
 from lightning_pipe.llm.parallel.gradients import scale_gradients
 from lightning_pipe.llm.parallel.parallel_dims import ParallelMeshes
 from lightning_pipe.llm.run.loss_scaling import LossScaling
-from lightning_pipe.llm.run.preparation import BatchPreparation, PendingBatch, StepInputs
+from lightning_pipe.llm.run.preparation import BatchInPreparation, BatchPreparation, StepInputs
 from lightning_pipe.llm.run.schedule_runner import ScheduleRunner, StageInputs
 from lightning_pipe.llm.run.stage_hooks import BatchResult, RouterLossMeans, StageHooks
 
@@ -52,18 +52,20 @@ class BatchRunner:
         # The ranks of a tensor-parallel group have the same losses, so only one of them is counted.
         self._counts = self.meshes.tensor is None or self.meshes.tensor.get_local_rank() == 0
 
-    def discard_unfinished_step(self) -> None:
+    def discard_unfinished_step_tokens(self) -> None:
         """Discard the tokens of an unfinished step, since an epoch or a training may have ended within a step."""
         self._tokens = 0
         if self.scaling is not None:
             self.scaling.pop_gradient_factor()
 
-    def run(self, batch: Any, prepared: PendingBatch | None) -> BatchResult:
+    def run(self, batch: Any, prepared: BatchInPreparation | None) -> BatchResult:
         """Compute the loss of a batch on every rank, and its gradients if gradients are enabled."""
         step = self._prepare(batch, prepared)
         train = torch.is_grad_enabled()
         scale = self.scaling.begin(step.tokens) if train and self.scaling is not None else 1.0
-        micro_batches, routers = self._add_router_losses(step, scale) if self.has_routers else (step.micro_batches, [])
+        micro_batches, routers = (
+            self._add_router_loss_contexts(step, scale) if self.has_routers else (step.micro_batches, [])
+        )
         if train:
             losses = self.runner.train(micro_batches, self._make_scaled_loss_fn(scale))
             self._tokens += step.tokens
@@ -75,7 +77,7 @@ class BatchRunner:
         loss = total.float().to(self.device) / (scale * max(step.tokens, 1))
         return BatchResult(loss, step.tokens, RouterLossMeans.from_sums(torch.stack(router_sums)))
 
-    def _add_router_losses(self, step: StepInputs, scale: float) -> tuple[list[StageInputs], list[RouterLosses]]:
+    def _add_router_loss_contexts(self, step: StepInputs, scale: float) -> tuple[list[StageInputs], list[RouterLosses]]:
         """Add router losses to the micro-batches, weighted by their tokens and scaled like the main loss."""
         remaining_rows, routers = step.cut.rows, []
         tokens = self.preparation.count_local_loss_tokens(step)
@@ -102,10 +104,10 @@ class BatchRunner:
         return real if counted is None else real & counted
 
     def _make_scaled_loss_fn(self, scale: float) -> Any:
-        summed_loss = self.module.summed_loss if self._sum_seen else self._compute_checked_loss
+        summed_loss = self.module.summed_loss if self._sum_seen else self._compute_loss_and_check_sum
         return summed_loss if scale == 1.0 else lambda output, target: summed_loss(output, target) * scale
 
-    def _compute_checked_loss(self, output: Any, target: Any) -> Tensor:
+    def _compute_loss_and_check_sum(self, output: Any, target: Any) -> Tensor:
         """Compute the module's loss, and check on the first call that it is a sum."""
         loss = self.module.summed_loss(output, target)
         if not self._sum_seen:
@@ -113,7 +115,7 @@ class BatchRunner:
             check_loss_is_sum(self.module.summed_loss, loss, output, target)
         return loss
 
-    def predict(self, batch: Any, prepared: PendingBatch | None) -> Any:
+    def predict(self, batch: Any, prepared: BatchInPreparation | None) -> Any:
         """Return the module's predictions for the batch, on every rank of the pipeline."""
         step = self._prepare(batch, prepared)
         unpadded = zip(step.cut.items, step.lengths, strict=True)  # results come in the order of micro-batches
@@ -173,7 +175,7 @@ class BatchRunner:
         scale_gradients(parameters, scale / max(self._tokens, 1))
         self._tokens = 0
 
-    def _prepare(self, batch: Any, prepared: PendingBatch | None) -> StepInputs:
+    def _prepare(self, batch: Any, prepared: BatchInPreparation | None) -> StepInputs:
         if prepared is not None and not prepared.matches(batch):
             prepared.work.wait()
             prepared = None

@@ -42,7 +42,7 @@ MicroBatch = Mapping[str, Any]
 
 
 @dataclass
-class PendingBatch:
+class BatchInPreparation:
     """A batch whose numbers are being gathered."""
 
     batch: Any
@@ -96,7 +96,7 @@ class BatchPreparation:
         """Keys of the values that are padded."""
         return self.batching.padding_spec(self.hooks.ignore_index)
 
-    def begin(self, batch: Any, copies: HostSourceTracker | None = None, *, counts: bool = True) -> PendingBatch:
+    def begin(self, batch: Any, copies: HostSourceTracker | None = None, *, counts: bool = True) -> BatchInPreparation:
         """Cut a batch and start gathering its numbers."""
         cut, on_host, error = None, None, None
         numbers = [0, 0, 0, 0, 0, 0]
@@ -126,7 +126,7 @@ class BatchPreparation:
             error = caught
         gathered = torch.zeros(self.group.size(), len(numbers), dtype=torch.int64)
         work: Any = dist.all_gather_single(gathered, torch.tensor([numbers]), group=self.group, async_op=True)
-        return PendingBatch(batch, cut, on_host, error, gathered, work, _contents(batch))
+        return BatchInPreparation(batch, cut, on_host, error, gathered, work, _contents(batch))
 
     def _count(self, micro_batch: MicroBatch) -> int:
         tokens = self.hooks.loss_tokens(micro_batch)
@@ -168,7 +168,7 @@ class BatchPreparation:
                 )
             remaining -= added
 
-    def finish(self, prepared: PendingBatch) -> StepInputs:
+    def finish(self, prepared: BatchInPreparation) -> StepInputs:
         """Wait for the numbers of all ranks, and pad."""
         prepared.work.wait()
         table: list[list[int]] = prepared.gathered.tolist()

@@ -85,7 +85,7 @@ class ScheduleRunner:
         cached = self._find_or_build_schedule(micro_batches, train=train)
         results: list[Any] = []
         self.failure = None
-        guarded = self._catch_result_failures(result_of, _check_loss if train else _check_result_tensors)
+        guarded = self._catch_result_failures(result_of, _check_loss if train else _check_result_has_only_tensors)
         run_schedule(
             cached.schedule,
             [micro_batch.args for micro_batch in micro_batches],
@@ -103,14 +103,14 @@ class ScheduleRunner:
         return results
 
     def _catch_result_failures(self, result_of: ResultOf, check: Callable[[Any], Tensor]) -> ResultOf:
-        def compute_result_or_zero(output: Tensor, target: Any) -> Tensor:
+        def compute_result_or_zero_on_failure(output: Tensor, target: Any) -> Tensor:
             try:
                 return check(result_of(output, target))
             except Exception as error:  # any exception: the other ranks are in the middle of the schedule
                 self._note_failure(error)
                 return _zero_of(output)
 
-        return compute_result_or_zero
+        return compute_result_or_zero_on_failure
 
     def _note_failure(self, error: Exception) -> None:
         self.failure = self.failure or error
@@ -147,9 +147,9 @@ class ScheduleRunner:
                 self._replaced = True
                 if dist.get_rank() == 0:
                     warnings.warn(describe_fallback(self.spec, count, self.group.size()), stacklevel=2)
-            schedule = build_schedule(spec, stages, count, _return_output, overlap=self.overlap)
+            schedule = build_schedule(spec, stages, count, _use_output_as_loss, overlap=self.overlap)
         else:
-            schedule = build_evaluation(self.spec, stages, count, _return_output)
+            schedule = build_evaluation(self.spec, stages, count, _use_output_as_loss)
         # Each rank counts the largest pair of buffers of all stages, so that all ranks release the same schedules.
         exchanged = [(*shape.inputs, *(shape.outputs if train else ())) for shape in shapes]
         largest = max(sum(tensor.nbytes for tensor in tensors) for tensors in exchanged)
@@ -173,7 +173,7 @@ class ScheduleRunner:
         )
 
 
-def _return_output(output: Any, target: Any) -> Any:
+def _use_output_as_loss(output: Any, target: Any) -> Any:
     """Return the output: the last stage has already computed the loss or result from it."""
     return output
 
@@ -192,7 +192,7 @@ def _zero_of(output: Any) -> Tensor:
     return torch.stack([leaf.sum() * 0 for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]).sum()
 
 
-def _check_result_tensors(result: Any) -> Any:
+def _check_result_has_only_tensors(result: Any) -> Any:
     leaves = [leaf for leaf in tree_leaves(result) if leaf is not None]
     if not leaves or not all(isinstance(leaf, Tensor) for leaf in leaves):
         kinds = sorted({type(leaf).__name__ for leaf in leaves if not isinstance(leaf, Tensor)})

@@ -20,7 +20,7 @@ from lightning_pipe.llm.model.built_stages import HandBuiltStages
 from lightning_pipe.llm.model.compiled_layers import disable_donated_buffers
 from lightning_pipe.llm.run.optimizer_checks import check_optimizers_for_sharding
 from lightning_pipe.llm.run.options import LLMOptions, option_pairs
-from lightning_pipe.llm.run.preparation import PendingBatch
+from lightning_pipe.llm.run.preparation import BatchInPreparation
 from lightning_pipe.llm.run.stage_hooks import BatchResult, StageHooks
 from lightning_pipe.llm.run.stage_parts import LLMPipelineComponentsBuilder
 from lightning_pipe.llm.schedules.checks import fallback_schedule, splits_backward
@@ -112,7 +112,7 @@ class StageRunner:
             InputError: on every rank, if one fails. The gradients since the last optimizer step are discarded.
         """
         try:
-            return self._parts.runs.run(*self._begin_preparation(micro_batches))
+            return self._parts.runs.run(*self._begin_batch_preparation(micro_batches))
         except Exception:
             self.zero_grad()
             raise
@@ -125,7 +125,7 @@ class StageRunner:
         Args:
             micro_batches: see :meth:`forward_backward`, also for the errors.
         """
-        predictions: list[Any] = self._parts.runs.predict(*self._begin_preparation(micro_batches))
+        predictions: list[Any] = self._parts.runs.predict(*self._begin_batch_preparation(micro_batches))
         return predictions
 
     def optimizer_step(self, *optimizers: Optimizer, max_norm: float | None = None) -> Tensor | None:
@@ -155,9 +155,11 @@ class StageRunner:
         """Discard the gradients and tokens since the last optimizer step."""
         for parameter in self.model.parameters():
             parameter.grad = None
-        self._parts.runs.discard_unfinished_step()
+        self._parts.runs.discard_unfinished_step_tokens()
 
-    def _begin_preparation(self, micro_batches: Iterable[Mapping[str, Any]]) -> tuple[list[Any], PendingBatch]:
+    def _begin_batch_preparation(
+        self, micro_batches: Iterable[Mapping[str, Any]]
+    ) -> tuple[list[Any], BatchInPreparation]:
         # A mapping is refused on every rank, in the preparation.
         inputs = micro_batches if isinstance(micro_batches, Mapping) else list(micro_batches)
         copies = HostSourceTracker()

@@ -14,7 +14,7 @@ from lightning_pipe.engine import PipelinePlan, PipelineTask, State, TaskSchedul
 from lightning_pipe.llm.batches.host_values import HostSourceTracker
 
 if TYPE_CHECKING:  # requires a newer torch than the plan, which commands show
-    from lightning_pipe.llm.run.preparation import PendingBatch
+    from lightning_pipe.llm.run.preparation import BatchInPreparation
 
 PARAMETERS = State("parameters")
 GRADIENTS = State("gradients")
@@ -26,13 +26,13 @@ class LLMContext(TrainingContext):
     """Context of an iteration over pipeline stages."""
 
     copies: HostSourceTracker
-    prepared: PendingBatch | None
+    prepared: BatchInPreparation | None
 
 
 def llm_plan(
     transfer: Callable[[Any], Any],
     prepare: Callable[[Any, HostSourceTracker], Any],
-    set_prepared: Callable[[PendingBatch | None], None] = lambda prepared: None,
+    set_prepared: Callable[[BatchInPreparation | None], None] = lambda prepared: None,
 ) -> PipelinePlan:
     """Training plan in which the next batch is copied and prepared ahead of the current batch's step.
 
@@ -40,7 +40,7 @@ def llm_plan(
     both. ``OptimStep`` is the caller's work between ``begin_caller_task`` and ``end_caller_task``.
     """
 
-    def run_schedule_step(ctx: LLMContext) -> None:
+    def run_training_step(ctx: LLMContext) -> None:
         # If a hook skips the batch, the context has no training_step.
         try:
             set_prepared(ctx.pop("prepared"))
@@ -55,7 +55,7 @@ def llm_plan(
     tasks = [
         PipelineTask(
             "ScheduleStep",
-            run_schedule_step,
+            run_training_step,
             reads=("batch", "prepared", "training_step", PARAMETERS),
             writes=("prepared", "output", GRADIENTS),
             not_replayable=_EXCHANGES,
@@ -70,7 +70,7 @@ def llm_plan(
         ),
         PipelineTask(
             "OptimStep",
-            _leave_to_caller,
+            _leave_task_to_caller,
             reads=(GRADIENTS,),
             writes=(PARAMETERS,),
             not_replayable="Lightning runs the step and its hooks outside the task's function",
@@ -85,12 +85,12 @@ def llm_evaluation_plan(
     """Evaluation plan in which the next batch is copied and prepared ahead of the current batch's forward."""
 
     forward_task = PipelineTask(
-        "ScheduleForward", _leave_to_caller, reads=("batch", "prepared", PARAMETERS), not_replayable=_EXCHANGES
+        "ScheduleForward", _leave_task_to_caller, reads=("batch", "prepared", PARAMETERS), not_replayable=_EXCHANGES
     )
     return PipelinePlan({**_prefetch_tasks(transfer, prepare), forward_task: TaskSchedule()}, name=name)
 
 
-def _leave_to_caller(ctx: LLMContext) -> None:
+def _leave_task_to_caller(ctx: LLMContext) -> None:
     """The caller's work, between ``begin_caller_task`` and ``end_caller_task``."""
 
 

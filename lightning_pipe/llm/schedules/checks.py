@@ -20,7 +20,7 @@ from lightning_pipe.llm.schedules.specs import (
     SCHEDULES,
     ScheduleSpec,
     count_stages_per_rank,
-    make_placement_error,
+    make_stage_placement_error,
     map_action_stages_to_ranks,
     map_stages_to_ranks,
     read_actions,
@@ -108,7 +108,7 @@ def _check_places(spec: ScheduleSpec, actions: Actions, pp_size: int, num_stages
     subject = f"schedule {spec.name}"
     ranks = map_action_stages_to_ranks(actions, subject) if actions else {}
     if actions and ranks != map_stages_to_ranks(spec.placement, pp_size, num_stages):
-        raise make_placement_error(subject, ranks, pp_size)
+        raise make_stage_placement_error(subject, ranks, pp_size)
     sends_to_itself = spec.placement == "v" and not issubclass(spec.schedule_class, RuntimeSchedule)
     if sends_to_itself:
         raise SetupError(

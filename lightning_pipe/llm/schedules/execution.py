@@ -42,7 +42,7 @@ def build_schedule(
 ) -> Schedule:
     """Build a schedule for training, in which gradients are neither scaled nor averaged."""
     schedule = instantiate_schedule(
-        spec, stages, num_microbatches, _wrap_with_stage_timing(stages, loss_fn), overlap=overlap
+        spec, stages, num_microbatches, _time_as_part_of_last_forward(stages, loss_fn), overlap=overlap
     )
     if overlap:
         register_overlapped_fb_function(schedule, run_overlapped)
@@ -62,7 +62,7 @@ def build_evaluation(
     """
     ranks = map_stages_to_ranks(spec.placement, stages[0].group_size, stages[0].num_stages)
     return ForwardSchedule(
-        list(stages), num_microbatches, ranks, result_of and _wrap_with_stage_timing(stages, result_of)
+        list(stages), num_microbatches, ranks, result_of and _time_as_part_of_last_forward(stages, result_of)
     )
 
 
@@ -121,7 +121,7 @@ def _iter_stage_parameters(module: nn.Module, prefix: str = "") -> Iterable[tupl
                 yield from _iter_stage_parameters(child, f"{prefix}{name}.")
 
 
-def _wrap_with_stage_timing(stages: Stages, function: Callable[..., Any]) -> Callable[..., Any]:
+def _time_as_part_of_last_forward(stages: Stages, function: Callable[..., Any]) -> Callable[..., Any]:
     """The function, timed as part of the last stage's forward if the stage records times."""
     last = stages[-1]
     return last.time_as_part_of_forward(function) if isinstance(last, TimedStage) and last.is_last else function

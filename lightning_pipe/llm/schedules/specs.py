@@ -74,9 +74,9 @@ SCHEDULES: dict[str, ScheduleSpec] = {
 def find_schedule(schedule: str | type | Path) -> ScheduleSpec:
     """Find the schedule of a name, class or file."""
     if isinstance(schedule, type):
-        return _make_spec_from_class(schedule)
+        return _make_schedule_spec_from_class(schedule)
     if isinstance(schedule, Path) or schedule.lower().endswith(".csv"):
-        return _make_spec_from_file(Path(schedule))
+        return _make_schedule_spec_from_file(Path(schedule))
     by_name = {_normalize_schedule_name(name): spec for name, spec in SCHEDULES.items()}
     spec = by_name.get(_normalize_schedule_name(schedule).removeprefix("schedule"))
     if spec is None:
@@ -91,7 +91,7 @@ def _normalize_schedule_name(name: str) -> str:
     return name.lower().replace("_", "").replace("-", "")
 
 
-def _make_spec_from_class(schedule: type) -> ScheduleSpec:
+def _make_schedule_spec_from_class(schedule: type) -> ScheduleSpec:
     for spec in SCHEDULES.values():
         if spec.schedule_class is schedule:
             return spec
@@ -104,10 +104,10 @@ def _make_spec_from_class(schedule: type) -> ScheduleSpec:
     if issubclass(schedule, PipelineScheduleSingle):
         return ScheduleSpec(schedule.__qualname__, schedule, "single")
     specs = [ScheduleSpec(schedule.__qualname__, schedule, placement) for placement in get_args(Placement)[1:]]
-    return next((spec for spec in specs if _matches_placement(spec)), specs[0])
+    return next((spec for spec in specs if _schedule_matches_placement(spec)), specs[0])
 
 
-def _matches_placement(spec: ScheduleSpec) -> bool:
+def _schedule_matches_placement(spec: ScheduleSpec) -> bool:
     """Return True if a class lists its actions for the stages of the spec's placement."""
     try:
         actions = list_actions(spec, 2, 4, 2)  # the smallest case that all of PyTorch's schedules support
@@ -116,7 +116,7 @@ def _matches_placement(spec: ScheduleSpec) -> bool:
         return False
 
 
-def _make_spec_from_file(path: Path) -> ScheduleSpec:
+def _make_schedule_spec_from_file(path: Path) -> ScheduleSpec:
     subject = f"the schedule in {path}"
     ranks = map_action_stages_to_ranks(read_actions(path), subject)
     pp_size, num_stages = max(ranks.values()) + 1, len(ranks)
@@ -124,10 +124,10 @@ def _make_spec_from_file(path: Path) -> ScheduleSpec:
     for placement in placements:
         if num_stages % pp_size == 0 and ranks == map_stages_to_ranks(placement, pp_size, num_stages):
             return ScheduleSpec(str(path), RuntimeSchedule, placement, path)
-    raise make_placement_error(subject, ranks, pp_size)
+    raise make_stage_placement_error(subject, ranks, pp_size)
 
 
-def make_placement_error(subject: str, ranks: Mapping[int, int], pp_size: int) -> SetupError:
+def make_stage_placement_error(subject: str, ranks: Mapping[int, int], pp_size: int) -> SetupError:
     """Error of a schedule that places stages in none of the supported ways."""
     return SetupError(
         f"{subject} has its stages {', '.join(f'{s} on rank {r}' for s, r in sorted(ranks.items()))};"

@@ -164,12 +164,12 @@ def run_overlapped(stage: Any, other_stage: Any, first: Callable[[], None], seco
     recorded = isinstance(stage, TimedStage) and stage._recording()
     events, count = (stage._events, len(stage._events)) if recorded else ([], 0)
 
-    def run_second() -> None:
+    def reset_wait_and_run_second() -> None:
         other_stage._receive_requested = time.perf_counter()  # it has waited for the other work, not for a message
         second()
 
     ForwardBackwardOverlap(torch.device(stage.device), stage._now if recorded else time.perf_counter).run(
-        first, run_second
+        first, reset_wait_and_run_second
     )
     events[count:] = sorted(events[count:], key=lambda bar: bar.start)
 

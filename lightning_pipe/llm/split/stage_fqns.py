@@ -62,7 +62,7 @@ def split_by_layer_counts(config: PPModuleConfig, layers_per_stage: Sequence[int
             " no layer"
         )
     ends = [0, *accumulate(counts)]
-    stages = [[config.layer_fqn(index) for index in range(first, end)] for first, end in pairwise(ends)]
+    stages = [[config.get_layer_fqn(index) for index in range(first, end)] for first, end in pairwise(ends)]
     stages[0] = [*config.input_fqns, *stages[0]]
     stages[-1] = [*stages[-1], *config.output_fqns]
     return stages

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from lightning_pipe.engine import SetupError
 from lightning_pipe.engine.ranks.object_collectives import all_reduce_any, run_on_all_ranks, run_on_rank
 from lightning_pipe.llm.losses.balance_loss import BalanceLoss
-from lightning_pipe.llm.measure.layer_bench import LossOf, ModelPieceResults, replace_tensors_with_placeholders
+from lightning_pipe.llm.measure.layer_bench import LossOf, ModelPieceResults, randomize_module_tensors
 from lightning_pipe.llm.measure.layer_costs import CostUnit, measure_costs
 from lightning_pipe.llm.model.derived_config import derive_pp_module_config, refine_config_by_trial
 from lightning_pipe.llm.model.hf_experts import has_routers, make_experts_pass_through
@@ -124,7 +124,7 @@ def split_model(
 
     def place() -> None:
         if placeholders:
-            replace_tensors_with_placeholders(nn.ModuleList(stages.values()), device)
+            randomize_module_tensors(nn.ModuleList(stages.values()), device)
         for stage in stages.values():
             stage.to(device)
 

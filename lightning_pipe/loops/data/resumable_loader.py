@@ -30,7 +30,7 @@ from torch.utils.data import (
 from lightning_pipe.engine import SetupError
 from lightning_pipe.loops.data.random_streams import get_rng_states, pack_rng_states, set_rng_states, unpack_rng_states
 from lightning_pipe.loops.data.sampler_state import SamplerState
-from lightning_pipe.loops.data.shared_order import build_remaining_batches, get_shared_order
+from lightning_pipe.loops.data.shared_order import build_remaining_batches, get_distributed_sampler_state
 
 LoaderState = dict[str, Any]
 
@@ -89,10 +89,10 @@ def snapshot_loader(loader: Any) -> Callable[[], LoaderState]:
     if isinstance(loader, _ResumableLoaderMixin):
         return loader._indices.snapshot()
     # The loader may return an object that it modifies later.
-    return make_state_getter(copy.deepcopy(loader.state_dict()))
+    return make_constant_state_getter(copy.deepcopy(loader.state_dict()))
 
 
-def make_state_getter(state: LoaderState) -> Callable[[], LoaderState]:
+def make_constant_state_getter(state: LoaderState) -> Callable[[], LoaderState]:
     """Return a function that gives *state*, in place of a loader that would give its state."""
     return lambda: state
 
@@ -212,7 +212,12 @@ class _ResumableSampler:
             return dict
         total = self._sums.get(self.returned)
         return partial(
-            _build_loader_state, self._created, self._begun, self.returned, get_shared_order(self._loader), total
+            _build_loader_state,
+            self._created,
+            self._begun,
+            self.returned,
+            get_distributed_sampler_state(self._loader),
+            total,
         )
 
     def get_epoch_end_state(self) -> LoaderState:

@@ -21,7 +21,7 @@ from lightning_pipe.loops.data.random_streams import (
     set_rng_states,
     unpack_rng_states,
 )
-from lightning_pipe.loops.data.resumable_loader import load_states, make_state_getter
+from lightning_pipe.loops.data.resumable_loader import load_states, make_constant_state_getter
 from lightning_pipe.loops.data.stateful_loaders import IteratorState, load_iterator_states
 
 
@@ -60,7 +60,7 @@ class ResumePoint:
 
     def positions(self) -> dict[str, Any]:
         """Return the positions of loaders and their iterators in the format of a ledger's entries."""
-        loaders = [None if state is None else make_state_getter(state) for state in self.loaders]
+        loaders = [None if state is None else make_constant_state_getter(state) for state in self.loaders]
         return {"loaders": loaders, "iterators": self.iterators}
 
     def restore_generators(self, device: torch.device) -> None:
@@ -109,7 +109,7 @@ class ResumePoint:
 def load_state_on_all_ranks(part: str, read: Callable[[], None]) -> None:
     """Read *part* of a checkpoint. Every rank must call this."""
 
-    def read_or_raise_setup_error() -> None:
+    def read_state_wrapping_errors() -> None:
         try:
             read()
         except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
@@ -120,7 +120,7 @@ def load_state_on_all_ranks(part: str, read: Callable[[], None]) -> None:
                 " only the weights of the module."
             ) from error
 
-    run_on_all_ranks(read_or_raise_setup_error, f"{part} cannot be read", dist.group.WORLD)
+    run_on_all_ranks(read_state_wrapping_errors, f"{part} cannot be read", dist.group.WORLD)
 
 
 def are_equal(first: Any, second: Any) -> bool:

@@ -17,7 +17,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 LoaderStateDict = dict[str, Any]
 
 
-def get_shared_order(loader: DataLoader[Any]) -> LoaderStateDict | None:
+def get_distributed_sampler_state(loader: DataLoader[Any]) -> LoaderStateDict | None:
     """Return the order that the loader's ranks share, as numbers (see :func:`build_remaining_batches`), or None."""
     batches = loader.batch_sampler
     # Without automatic batching, the loader returns the dataset's entry for each index.

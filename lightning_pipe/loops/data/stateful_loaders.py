@@ -34,7 +34,7 @@ from lightning_pipe.loops.data.random_streams import (
 from lightning_pipe.loops.data.resumable_loader import (
     LoaderState,
     get_epoch_end_loader_state,
-    make_state_getter,
+    make_constant_state_getter,
     snapshot_loader,
     was_made_resumable,
 )
@@ -105,7 +105,7 @@ def loader_states(combined: CombinedLoader) -> list[Callable[[], LoaderState] | 
     for watched_loader, loader in zip(watched, combined.flattened, strict=True):
         # Until its next batch, litdata's loader gives the state of a first epoch.
         if watched_loader is not None and watched_loader.is_loaded:
-            states.append(make_state_getter(watched_loader.loaded))
+            states.append(make_constant_state_getter(watched_loader.loaded))
         else:
             states.append(snapshot_loader(loader) if hasattr(loader, "state_dict") else None)
     return states
@@ -164,7 +164,7 @@ def get_states_of_next_iterators(combined: CombinedLoader) -> dict[str, list[Any
         None if loader is None else loader.get_state_of_next_iterator() for loader in _get_watched_loaders(combined)
     ] or [None] * len(combined.flattened)
     return {
-        "loaders": [None if position is None else make_state_getter(position[0]) for position in positions],
+        "loaders": [None if position is None else make_constant_state_getter(position[0]) for position in positions],
         "iterators": [None if position is None else position[1] for position in positions],
     }
 

@@ -29,7 +29,7 @@ class BatchTransferHooks:
         self._device = trainer.strategy.root_device
         self._streams = streams
 
-    def prepare_batch(self, batch: Any, dataloader_idx: int = 0) -> Any:
+    def prepare_batch_for_transfer(self, batch: Any, dataloader_idx: int = 0) -> Any:
         """Convert the batch for the precision plugin and call ``on_before_batch_transfer``."""
         if self._has(_PREPARES):
             return self._streams.run_with_stream(

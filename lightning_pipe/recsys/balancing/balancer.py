@@ -72,7 +72,7 @@ class BalanceReport:
 
 
 @dataclass(frozen=True)
-class _SamplePartition:
+class _SampleToRankAssignment:
     """Partition that the worker has computed."""
 
     gathered: GatheredWorkloads
@@ -95,7 +95,7 @@ class PendingSampleExchange:
     samples: Samples | None  # None if the batch failed, as are the workloads
     workloads: torch.Tensor | None
     error: Exception | None
-    partition: Future[_SamplePartition] | None  # None if there is only one rank
+    partition: Future[_SampleToRankAssignment] | None  # None if there is only one rank
     local_parts: Collection[str]
 
     def with_batch(self, batch: Any) -> PendingSampleExchange:
@@ -205,7 +205,7 @@ class BatchBalancer:
         if self._group is None:
             return PendingSampleExchange(samples, workloads, error, None, self._local_parts)
         gathering = self._gather(samples if error is None else None, workloads)
-        partition_future: Future[_SamplePartition] = Future()
+        partition_future: Future[_SampleToRankAssignment] = Future()
         ranks = self._group.size()
 
         def compute_partition() -> None:
@@ -302,16 +302,16 @@ class BatchBalancer:
         return workloads[: samples.num_samples].detach().to(torch.float64).contiguous()
 
 
-def _partition(gathered: GatheredWorkloads, ranks: int) -> _SamplePartition:
+def _partition(gathered: GatheredWorkloads, ranks: int) -> _SampleToRankAssignment:
     if not gathered.complete:
-        return _SamplePartition(gathered)
+        return _SampleToRankAssignment(gathered)
     check_workloads(gathered.workloads, gathered.source)
     assignment = partition_samples(gathered.workloads, gathered.source, ranks)
     before, after = (
         imbalance(sum_workloads_by_rank(gathered.workloads, rank_of, ranks))
         for rank_of in (gathered.source, assignment)
     )
-    return _SamplePartition(gathered, assignment, before, after)
+    return _SampleToRankAssignment(gathered, assignment, before, after)
 
 
 def _described(value: Any) -> str:

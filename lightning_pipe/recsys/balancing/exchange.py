@@ -37,7 +37,7 @@ def exchange_samples(
         return counted.astype(np.int64).reshape(ranks, ranks)
 
     totals = [sizes(ids) for ids in gathered.totals]
-    of_streams = [totals[place] * each for place, each in samples.stream_entry_bytes]
+    of_streams = [totals[place] * each for place, each in samples.bytes_per_jagged_entry]
     picks = torch.from_numpy(order).to(samples.device)
     rows = _start_byte_exchange(group, kind, samples.pack_rows(picks), sizes() * samples.row_bytes)
     streams = samples.pack_streams(picks, [int(table[me].sum()) for table in totals])
@@ -80,10 +80,10 @@ def _start_byte_exchange(
     work = dist.all_gather(list(gathered), padded, group=group, async_op=True)
     begins = sizes[:, :me].sum(1).tolist()
 
-    def wait_and_select() -> Tensor:
+    def wait_and_select_received_bytes() -> Tensor:
         work.wait()
         ends = [begin + size for begin, size in zip(begins, sizes[:, me].tolist(), strict=True)]
         parts = [row[begin:end] for row, begin, end in zip(gathered, begins, ends, strict=True)]
         return torch.cat(parts).to(device)
 
-    return wait_and_select
+    return wait_and_select_received_bytes

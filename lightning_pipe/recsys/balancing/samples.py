@@ -55,11 +55,11 @@ class Samples:
     @property
     def device(self) -> torch.device:
         """Device of the samples."""
-        tensors = [_get_dense_values(piece) for piece in self._dense] + [piece.lengths for piece in self._jagged]
+        tensors = [_unwrap_keyed_tensor(piece) for piece in self._dense] + [piece.lengths for piece in self._jagged]
         return tensors[0].device
 
     @property
-    def ids_per_sample(self) -> list[Tensor]:
+    def id_counts_per_sample(self) -> list[Tensor]:
         """Number of ids of each real sample, for each jagged tensor."""
         return [jagged.totals[: self.num_samples] for jagged in self._jagged]
 
@@ -78,12 +78,12 @@ class Samples:
     @property
     def row_bytes(self) -> int:
         """Number of bytes of a row."""
-        dense = (_get_dense_values(piece) for piece in self._dense)
+        dense = (_unwrap_keyed_tensor(piece) for piece in self._dense)
         lengths = (jagged.lengths for jagged in self._jagged)
         return sum(_bytes_each(tensor) for tensor in (*dense, *lengths))
 
     @property
-    def stream_entry_bytes(self) -> list[tuple[int, int]]:
+    def bytes_per_jagged_entry(self) -> list[tuple[int, int]]:
         """For each stream, the index of its jagged tensor and the number of bytes of an entry."""
         return [(place, _bytes_each(stream)) for place, jagged in enumerate(self._jagged) for stream in jagged.streams]
 
@@ -91,7 +91,7 @@ class Samples:
 
     def pack_rows(self, order: Tensor) -> Tensor:
         """Return the rows of the real samples in *order*, as concatenated bytes."""
-        columns = [_as_bytes(_get_dense_values(piece).detach().index_select(0, order)) for piece in self._dense]
+        columns = [_as_bytes(_unwrap_keyed_tensor(piece).detach().index_select(0, order)) for piece in self._dense]
         columns += [_as_bytes(jagged.lengths.index_select(0, order)) for jagged in self._jagged]
         return torch.cat(columns, dim=1).reshape(-1)
 
@@ -99,7 +99,7 @@ class Samples:
         """Return the streams of the real samples in *order*, as bytes."""
         packed: list[Tensor] = []
         for jagged, total in zip(self._jagged, totals, strict=True):
-            picks = _compute_id_indices(jagged, order, total)
+            picks = _compute_value_indices_of_samples(jagged, order, total)
             packed += [_as_bytes(stream.detach().index_select(0, picks)).reshape(-1) for stream in jagged.streams]
         return packed
 
@@ -119,7 +119,7 @@ class Samples:
             return real if self.num_samples == self.num_rows else torch.cat([real, like.detach()[self.num_samples :]])
 
         for piece in self._dense:
-            column = unpack_next_column(_get_dense_values(piece))
+            column = unpack_next_column(_unwrap_keyed_tensor(piece))
             replacements[id(piece)] = (
                 column if isinstance(piece, Tensor) else KeyedTensor(piece.keys(), piece.length_per_key(), column)
             )
@@ -133,7 +133,7 @@ class Samples:
     def _rebuild_jagged(self, jagged: _Jagged, lengths: Tensor, by_sample: list[Tensor]) -> Any:
         if self.num_samples < self.num_rows:
             padding = torch.arange(self.num_samples, self.num_rows, device=lengths.device)
-            picks = _compute_id_indices(jagged, padding, int(jagged.totals[self.num_samples :].sum()))
+            picks = _compute_value_indices_of_samples(jagged, padding, int(jagged.totals[self.num_samples :].sum()))
             by_sample = [
                 torch.cat([stream, original[picks]]) for stream, original in zip(by_sample, jagged.streams, strict=True)
             ]
@@ -205,7 +205,9 @@ def locate_sample_tensors(batch: Any, real: int | None = None, keep: Collection[
         if isinstance(piece, (KeyedJaggedTensor, JaggedTensor))
     ]
     dense = [piece for _, piece in named_pieces if isinstance(piece, (Tensor, KeyedTensor))]
-    return Samples(batch, rows, real, dense, jagged, [(name, _describe_piece(piece)) for name, piece in named_pieces])
+    return Samples(
+        batch, rows, real, dense, jagged, [(name, _describe_tensor_or_kjt(piece)) for name, piece in named_pieces]
+    )
 
 
 # ---------------------------------------------------------------------- the parts of a batch
@@ -231,7 +233,7 @@ def _rows(name: str, piece: Any) -> int:
         return piece.stride()
     if isinstance(piece, JaggedTensor):
         return len(piece.lengths())
-    tensor = _get_dense_values(piece)
+    tensor = _unwrap_keyed_tensor(piece)
     if tensor.is_nested or tensor.layout != torch.strided:
         raise InputError(
             f"{name} is a nested or sparse tensor; expected a dense tensor or one of TorchRec's jagged tensors"
@@ -258,15 +260,15 @@ def _make_jagged_view(name: str, piece: Any, rows: int) -> _Jagged:
             )
     weights = piece.weights_or_none()
     streams = [piece.values()] if weights is None else [piece.values(), weights]
-    lengths = piece.lengths().view(-1, rows) if rows else piece.lengths().view(_count_keys(piece), 0)
+    lengths = piece.lengths().view(-1, rows) if rows else piece.lengths().view(_count_feature_keys(piece), 0)
     return _Jagged(piece, lengths.t(), streams, lengths.sum(0, dtype=torch.int64))
 
 
-def _count_keys(piece: Any) -> int:
+def _count_feature_keys(piece: Any) -> int:
     return len(piece.keys()) if isinstance(piece, KeyedJaggedTensor) else 1
 
 
-def _describe_piece(piece: Any) -> str:
+def _describe_tensor_or_kjt(piece: Any) -> str:
     if isinstance(piece, Tensor):
         return f"tensor of {piece.dtype}, rows of {list(piece.shape[1:])}"
     if isinstance(piece, KeyedTensor):
@@ -280,7 +282,7 @@ def _describe_piece(piece: Any) -> str:
     )
 
 
-def _get_dense_values(piece: Tensor | KeyedTensor) -> Tensor:
+def _unwrap_keyed_tensor(piece: Tensor | KeyedTensor) -> Tensor:
     return piece.values() if isinstance(piece, KeyedTensor) else piece
 
 
@@ -319,7 +321,7 @@ def _copy_with_parts(value: Any, parts: list[Any]) -> Any:
 # ---------------------------------------------------------------------- segments and bytes
 
 
-def _compute_id_indices(jagged: _Jagged, order: Tensor, total: int) -> Tensor:
+def _compute_value_indices_of_samples(jagged: _Jagged, order: Tensor, total: int) -> Tensor:
     """Indices of the samples' ids in the streams, ordered by sample and then by key."""
     keys_first = jagged.lengths.t().reshape(-1)
     starts = _offsets(keys_first).view(jagged.lengths.shape[1], -1).t()

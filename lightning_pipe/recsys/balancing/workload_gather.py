@@ -76,12 +76,12 @@ class PendingWorkloadGather:
         if samples is None or workloads is None:
             message[0] = 1
         else:
-            head = [0, samples.num_samples, len(samples.ids_per_sample), _hash_description(samples.description)]
+            head = [0, samples.num_samples, len(samples.id_counts_per_sample), _hash_description(samples.description)]
             message[:_HEAD] = torch.tensor(head)
-            if samples.num_samples <= capacity.samples and len(samples.ids_per_sample) == capacity.jagged:
+            if samples.num_samples <= capacity.samples and len(samples.id_counts_per_sample) == capacity.jagged:
                 table = message[_HEAD:].view(1 + capacity.jagged, capacity.samples)[:, : samples.num_samples]
                 table[0].copy_(workloads.view(torch.int64))
-                for row, totals in zip(table[1:], samples.ids_per_sample, strict=True):
+                for row, totals in zip(table[1:], samples.id_counts_per_sample, strict=True):
                     row.copy_(totals)
         self._messages = message.new_empty(group.size(), len(message))
         self._work = dist.all_gather(list(self._messages), message, group=group, async_op=True)

@@ -99,7 +99,7 @@ class DenseGradientReducer:
             )
         self._launch_full()
 
-    def discard_averages(self) -> None:
+    def discard_averaged_gradients(self) -> None:
         """Replace :meth:`finalize`: leave ``.grad`` unchanged, and wait only when the next step begins."""
         if not self._armed:
             return

@@ -50,7 +50,7 @@ def _kernel_moves_rows_at_zero_grad(kernel: SplitTableBatchedEmbeddingBagsCodege
     return divides_by_zero or kernel.optimizer_args.weight_decay != 0
 
 
-def adjust_kernel_iteration_counts(module: torch.nn.Module, change: int) -> None:
+def add_to_kernel_iteration_counts(module: torch.nn.Module, change: int) -> None:
     """Change the number of training lookups of a sharded module's kernels, if their optimizers count."""
     for kernel in find_fused_kernels(module):
         if kernel.iter_cpu.item() > 0:  # an optimizer that counts has counted an earlier lookup
@@ -104,19 +104,19 @@ def requeue_prefetch_locations(modules: Iterable[torch.nn.Module], locations: It
 
 
 @contextmanager
-def hide_module_prefetches(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
+def hide_prefetch_queues_of_modules(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
     """Context in which lookups of ``modules`` fetch their own rows, and leave prefetched rows to later lookups.
 
     A kernel with a cache keeps its prefetches in a queue. Each lookup takes the first entry, whichever batch it is for,
     so a lookup between a training batch's prefetch and its lookup would take that batch's entry.
     """
-    with hide_kernel_prefetches(_find_kernels_of_modules(modules)):
+    with hide_prefetch_queues_of_kernels(_find_kernels_of_modules(modules)):
         yield
 
 
 @contextmanager
-def hide_kernel_prefetches(kernels: Sequence[SplitTableBatchedEmbeddingBagsCodegen]) -> Iterator[None]:
-    """Context like :func:`hide_module_prefetches`, for kernels."""
+def hide_prefetch_queues_of_kernels(kernels: Sequence[SplitTableBatchedEmbeddingBagsCodegen]) -> Iterator[None]:
+    """Context like :func:`hide_prefetch_queues_of_modules`, for kernels."""
     queues = [(kernel, kernel.timesteps_prefetched, kernel.lxu_cache_locations_list) for kernel in kernels]
     for kernel in kernels:
         kernel.timesteps_prefetched, kernel.lxu_cache_locations_list = [], []

@@ -26,7 +26,7 @@ from torchrec.distributed.mc_embedding_modules import BaseShardedManagedCollisio
 
 from lightning_pipe._compat.torchrec import lookups_of
 from lightning_pipe.engine.common.errors import SetupError
-from lightning_pipe.recsys.kernels.fused_kernels import hide_kernel_prefetches, override_kernel_iteration
+from lightning_pipe.recsys.kernels.fused_kernels import hide_prefetch_queues_of_kernels, override_kernel_iteration
 
 _MODULES = (ShardedEmbeddingBagCollection, ShardedEmbeddingCollection, BaseShardedManagedCollisionEmbeddingCollection)
 
@@ -65,7 +65,7 @@ class KernelCall:
         if self.has_current_rate:
             return self.output
         with (
-            hide_kernel_prefetches([self.kernel]),
+            hide_prefetch_queues_of_kernels([self.kernel]),
             override_kernel_iteration(self.kernel, self.count),
             torch.enable_grad(),
         ):

@@ -69,7 +69,7 @@ def check_lengths(name: str, features: KeyedJaggedTensor, every_length: bool = F
 
     Features on a GPU are checked without a host wait, from what the host knows.
     """
-    problem = _describe_length_mismatch(features, every_length)
+    problem = _describe_kjt_length_mismatch(features, every_length)
     if problem is None and every_length:
         problem = _describe_invalid_length(features)
     if problem is not None:
@@ -80,7 +80,7 @@ def check_lengths(name: str, features: KeyedJaggedTensor, every_length: bool = F
         )
 
 
-def _describe_length_mismatch(features: KeyedJaggedTensor, reads: bool) -> str | None:
+def _describe_kjt_length_mismatch(features: KeyedJaggedTensor, reads: bool) -> str | None:
     keys, values, weights = features.keys(), features.values(), features.weights_or_none()
     lengths, offsets = features.lengths_or_none(), features.offsets_or_none()
     if lengths is not None:

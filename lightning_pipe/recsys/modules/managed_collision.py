@@ -30,7 +30,7 @@ def set_eviction_hook(module: nn.Module, hook: Callable[[Any, int, torch.Tensor]
         module.__dict__[_TOLD] = hook
 
 
-class _ManagedCollisionMixin:
+class _ShardedManagedCollisionMixin:
     """What both kinds of modules do in another way than TorchRec."""
 
     def input_dist(self, ctx: Any, features: KeyedJaggedTensor) -> Any:
@@ -53,11 +53,11 @@ class _ManagedCollisionMixin:
         _reset_rows(self, evictions_per_table)  # type: ignore[arg-type]
 
 
-class ManagedCollisionBags(_ManagedCollisionMixin, ShardedManagedCollisionEmbeddingBagCollection):
+class ManagedCollisionBags(_ShardedManagedCollisionMixin, ShardedManagedCollisionEmbeddingBagCollection):
     """Pooled embeddings of remapped ids, with correct means."""
 
 
-class ManagedCollisionSequences(_ManagedCollisionMixin, ShardedManagedCollisionEmbeddingCollection):
+class ManagedCollisionSequences(_ShardedManagedCollisionMixin, ShardedManagedCollisionEmbeddingCollection):
     """Sequence embeddings of remapped ids."""
 
 

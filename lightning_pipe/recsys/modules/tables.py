@@ -71,7 +71,7 @@ class Table:
     sharding_type: str = ""  # until it is planned
 
     @property
-    def state_dict_key(self) -> str:
+    def module_state_dict_key(self) -> str:
         """The name of its parameter in the module that holds it."""
         return self.name[len(self.module_name) + 1 :] if self.module_name else self.name
 
@@ -232,13 +232,13 @@ def _find_overlapping_tensors(
         for first_tensor in first[address]:
             for second_tensor in second[address]:
                 if (
-                    _compute_byte_range(first_tensor[1])[0] < _compute_byte_range(second_tensor[1])[1]
-                    and _compute_byte_range(second_tensor[1])[0] < _compute_byte_range(first_tensor[1])[1]
+                    _compute_address_range(first_tensor[1])[0] < _compute_address_range(second_tensor[1])[1]
+                    and _compute_address_range(second_tensor[1])[0] < _compute_address_range(first_tensor[1])[1]
                 ):
                     yield first_tensor, second_tensor
 
 
-def _compute_byte_range(tensor: torch.Tensor) -> tuple[int, int]:
+def _compute_address_range(tensor: torch.Tensor) -> tuple[int, int]:
     """First byte of a tensor, and the byte after its last."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()

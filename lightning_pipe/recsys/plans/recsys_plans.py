@@ -159,13 +159,13 @@ def recsys_plan(plan: str | Path | PipelinePlan, tasks: Sequence[PipelineTask]) 
 def plan_of_spec(spec: PlanSpec, tasks: Sequence[PipelineTask]) -> PipelinePlan:
     """Build the plan of *spec*. The balancer's tasks and the average of replicas are in it only if *tasks* has them."""
     names = [task.name for task in tasks]
-    spec = _add_replica_sync_task(spec) if SYNC_REPLICAS in names else spec.without([SYNC_REPLICAS])
+    spec = _add_table_replica_sync_task(spec) if SYNC_REPLICAS in names else spec.without([SYNC_REPLICAS])
     # If gradients are scaled late (recsys_tasks(scaled_late=True)), the tables' backward follows the optimizer step.
     if [name for name in names if name in ("EmbBackward", "OptimStep")] == ["OptimStep", "EmbBackward"]:
         spec = _with_late_backward(spec)
     spec = _add_balancer_tasks(spec, names) if not set(BALANCING).isdisjoint(names) else spec.without(BALANCING)
     if looks_up_embeddings_ahead(spec):
-        _check_can_look_up_ahead(spec.name, tasks)
+        _check_can_look_up_embeddings_ahead(spec.name, tasks)
     for task, where in spec.schedule.items():
         if where.thread_group != MAIN and task in _ON_MAIN:
             raise PlanError(
@@ -199,7 +199,7 @@ def _add_balancer_tasks(plan: PlanSpec, names: Sequence[str]) -> PlanSpec:
     return plan.insert(exchange, where, before=before)
 
 
-def _add_replica_sync_task(plan: PlanSpec) -> PlanSpec:
+def _add_table_replica_sync_task(plan: PlanSpec) -> PlanSpec:
     """Add the average to a plan that does not name it, directly after the tables' backward: before any later lookup.
 
     A lookup that does not wait for the tables' backward does not wait for the average either. A dependence of the
@@ -224,7 +224,7 @@ def lookup_state_besides_tables(tasks: Sequence[PipelineTask]) -> list[str]:
     ]
 
 
-def _check_can_look_up_ahead(plan: str, tasks: Sequence[PipelineTask]) -> None:
+def _check_can_look_up_embeddings_ahead(plan: str, tasks: Sequence[PipelineTask]) -> None:
     if read := lookup_state_besides_tables(tasks):
         raise PlanError(
             f"plan {plan!r} looks up batches ahead of their turn, but the lookups of this model also read"
@@ -235,7 +235,7 @@ def _check_can_look_up_ahead(plan: str, tasks: Sequence[PipelineTask]) -> None:
         )
 
 
-def needs_input_dist_group(plan: PipelinePlan) -> bool:
+def needs_input_dist_process_group(plan: PipelinePlan) -> bool:
     """Return True if the input dist needs a process group in addition to the tables'. Ranks pass the same plan."""
     world = dist.group.WORLD
     # If no task runs ahead, no other collective is in flight: a group only pays off for Gloo across hosts.

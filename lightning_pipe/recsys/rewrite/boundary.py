@@ -2,7 +2,7 @@
 
     lookup, output dist ──► source ─ ─ ─(no autograd edge)─ ─ ─► cut output ──► user's dense part ──► loss
                               ▲                                      │
-                              └──── EmbBackward: Cut.gradient ◄──────┘ DenseBackward stops here and leaves the gradient
+                              └──── EmbBackward: cut.gradient ◄──────┘ DenseBackward stops here and leaves the gradient
 
 The cut output is neither a leaf nor a view, so users may change it in place. It shares the memory of the source, and
 also its version counter: if an operation of the output dist ever saved its result for backward, an in-place change

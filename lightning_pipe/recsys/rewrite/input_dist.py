@@ -200,7 +200,7 @@ class SplitsRequest:
         """Wait for the sizes, submit the all-to-alls of the tensors, and return each module's awaitable for them."""
         if self._layout is None:
             return {name: request.wait() for name, request in self._requests.items()}
-        tensors = self._send_tensors(self._layout)
+        tensors = self._send_feature_tensors(self._layout)
         awaitables_by_name: dict[str, Awaitable[Any]] = {}
         for name, request in self._requests.items():
             context = self._contexts[name]
@@ -213,7 +213,7 @@ class SplitsRequest:
             awaitables_by_name[name] = KJTListAwaitable(awaitables, context)
         return awaitables_by_name
 
-    def _send_tensors(self, layout: SplitsMessageLayout) -> Iterator[TensorsRequest]:
+    def _send_feature_tensors(self, layout: SplitsMessageLayout) -> Iterator[TensorsRequest]:
         rows, end = self._sizes.wait(), 0
         for part, lengths in zip(self._parts, layout.lengths, strict=True):
             if part.lengths is None:

@@ -44,7 +44,7 @@ from lightning_pipe.recsys.kernels.kernel_calls import (
     supports_late_rates,
     trains_only_tables,
 )
-from lightning_pipe.recsys.kernels.row_adam import get_row_optimizer
+from lightning_pipe.recsys.kernels.row_adam import get_attached_row_optimizer
 from lightning_pipe.recsys.modules.call_arguments import Arguments, CallArguments, PostprocessResults, same_arguments
 from lightning_pipe.recsys.modules.dynamic_modules import is_dynamic
 from lightning_pipe.recsys.modules.ids_on_wire import IdsOnWire
@@ -185,7 +185,7 @@ class ModelRewrite:
         return self._resolution.needs_recording
 
     @property
-    def has_only_table_parameters(self) -> bool:
+    def sharded_modules_train_only_tables(self) -> bool:
         """True if the sharded modules train only tables, and no feature processors."""
         return all(map(trains_only_tables, self.sharded_modules.values()))
 
@@ -262,7 +262,7 @@ class ModelRewrite:
         Yields:
             The embeddings of the step, for ``backward``.
         """
-        with self.serving_embeddings(Embeddings(self._make_module_inputs(batch)), batch) as embeddings:
+        with self.using_looked_up_embeddings(Embeddings(self._create_empty_module_inputs(batch)), batch) as embeddings:
             yield embeddings
 
     def transferring(self, batch: Any) -> AbstractContextManager[None]:
@@ -292,7 +292,7 @@ class ModelRewrite:
             raise_together(error, "", self._agree_group, InputError)
             self._resolution.check_first_batch_and_resolve(batch)
             self._attach_postprocesses()
-        splits = PendingSplits(self._make_module_inputs(batch))
+        splits = PendingSplits(self._create_empty_module_inputs(batch))
         pipelined = [entry for entry in self._sharded.values() if entry.arguments is not None]
         requests: dict[str, Any] = {}
         try:
@@ -310,7 +310,7 @@ class ModelRewrite:
             if self._status_group is None and not is_worker_thread():
                 raise
             splits.error = problem
-        layout = self._get_splits_layout(pipelined)
+        layout = self._get_splits_message_layout(pipelined)
         if self._status_group is not None and (layout is None or self._status_group is not self._group):
             failed = torch.full((1,), int(splits.error is not None), dtype=torch.int32, device=self._device)
             work = dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=self._status_group, async_op=True)
@@ -323,7 +323,7 @@ class ModelRewrite:
                 self._early_release.release(splits.inputs)
         return splits
 
-    def _get_splits_layout(self, pipelined: Sequence[ShardedModuleEntry]) -> SplitsMessageLayout | None:
+    def _get_splits_message_layout(self, pipelined: Sequence[ShardedModuleEntry]) -> SplitsMessageLayout | None:
         routes = [route for entry in pipelined for route in entry.routes]
         if not routes:
             return None
@@ -338,7 +338,7 @@ class ModelRewrite:
             batch: transferred batch with the same features as the distributed one.
             contexts: contexts of the distributed batch.
         """
-        inputs = self._make_module_inputs(batch)
+        inputs = self._create_empty_module_inputs(batch)
         inputs.contexts = contexts
         for entry in self._sharded.values():
             if entry.arguments is not None:
@@ -405,7 +405,7 @@ class ModelRewrite:
         return embeddings
 
     @contextmanager
-    def serving_embeddings(self, embeddings: Embeddings, batch: Any) -> Iterator[Embeddings]:
+    def using_looked_up_embeddings(self, embeddings: Embeddings, batch: Any) -> Iterator[Embeddings]:
         """Context of the user's step on a batch: sharded modules return the outputs that were looked up for it.
 
         Until the model is resolved, this context records, as ``recording`` does, and resolves at its end (a
@@ -473,7 +473,9 @@ class ModelRewrite:
         return embeddings.add(entry.name, output, lookups)
 
     def _call_now(self, entry: ShardedModuleEntry, call: Arguments) -> Any:
-        return entry.call_now(lambda: self._prepare_arguments(entry, call), self._agree_group, self.announce_lookup)
+        return entry.call_now(
+            lambda: self._check_and_conform_arguments(entry, call), self._agree_group, self.announce_lookup
+        )
 
     def run_empty_lookup(self, announced: AnnouncedCall) -> None:
         """Run a lookup that other ranks have announced, with empty features. The output is discarded.
@@ -489,7 +491,7 @@ class ModelRewrite:
             return self._serving.inputs.postprocessed.result(name)
         return forward(*positional, **named)
 
-    def _make_module_inputs(self, batch: Any) -> ModuleInputs:
+    def _create_empty_module_inputs(self, batch: Any) -> ModuleInputs:
         return ModuleInputs(batch, PostprocessResults(self._postprocess_forwards))
 
     def _resolve_checked_arguments(
@@ -498,12 +500,12 @@ class ModelRewrite:
         assert entry.arguments is not None
         call = inputs.arguments[entry.name] = entry.resolve_arguments(inputs.batch, inputs.postprocessed)
         record_stream(call)
-        return self._prepare_arguments(entry, call, checked)
+        return self._check_and_conform_arguments(entry, call, checked)
 
-    def _prepare_arguments(
+    def _check_and_conform_arguments(
         self, entry: ShardedModuleEntry, call: Arguments, checked: dict[int, object] | None = None
     ) -> Arguments:
-        call = entry.prepare_arguments(call, checked)
+        call = entry.check_and_conform_arguments(call, checked)
         if self.splits_backward and entry.form is not None and entry.form.inverse_keys is not None:
             raise InputError(
                 f"sharded module {entry.name!r} got features with a batch size per feature, for which gradients of its"
@@ -517,7 +519,9 @@ class ModelRewrite:
 
 
 def _has_row_optimizers(modules: Iterable[torch.nn.Module]) -> bool:
-    return any(get_row_optimizer(kernel) is not None for module in modules for kernel in find_fused_kernels(module))
+    return any(
+        get_attached_row_optimizer(kernel) is not None for module in modules for kernel in find_fused_kernels(module)
+    )
 
 
 def _take_pinned_rows(modules: Iterable[torch.nn.Module]) -> list[BatchRows]:

@@ -101,7 +101,7 @@ class Resolution:
             for name, arguments in agreed.items():
                 entry = self._sharded[name]
                 entry.arguments = arguments
-                calls[name] = entry.prepare_arguments(entry.resolve_arguments(batch, results))
+                calls[name] = entry.check_and_conform_arguments(entry.resolve_arguments(batch, results))
         except Exception as problem:
             error = problem
             for entry in self._sharded.values():
@@ -119,7 +119,7 @@ class Resolution:
         made_in_step = [
             name
             for name, candidate in candidates.items()
-            if isinstance(candidate, str) and recorder.get_passed_values(name) is not None
+            if isinstance(candidate, str) and recorder.get_recorded_arguments(name) is not None
         ]
         if self._method == "auto" and any(all_gather_objects(bool(made_in_step), self._agree_group)):
             traced = find_arguments_by_trace(self._model, self._step, names)
@@ -133,10 +133,10 @@ class Resolution:
         agreed = self._select_agreed_arguments(candidates)
         calls: dict[str, Arguments] = {}
         for name, arguments in agreed.items():
-            call = recorder.get_passed_values(name)
+            call = recorder.get_recorded_arguments(name)
             assert call is not None
             self._sharded[name].arguments = arguments
-            calls[name] = self._sharded[name].prepare_arguments(call)
+            calls[name] = self._sharded[name].check_and_conform_arguments(call)
         self._apply_resolution(agreed, calls)
 
     def _select_agreed_arguments(self, candidates: Candidates) -> dict[str, CallArguments]:

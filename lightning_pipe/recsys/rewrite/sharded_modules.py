@@ -33,7 +33,7 @@ from lightning_pipe.recsys.batches.traversal import iterate_leaves
 from lightning_pipe.recsys.kernels.fused_kernels import (
     disable_lookup_training,
     find_uvm_caching_kernels,
-    hide_module_prefetches,
+    hide_prefetch_queues_of_modules,
     preserve_pending_lookups,
 )
 from lightning_pipe.recsys.modules.call_arguments import Arguments, CallArguments, PostprocessResults
@@ -116,7 +116,7 @@ class ShardedModuleEntry:
         """Features that it looks up, in the order of its tables."""
         return list(_tables_by_feature(self.module))
 
-    def prepare_arguments(self, arguments: Arguments, checked: dict[int, object] | None = None) -> Arguments:
+    def check_and_conform_arguments(self, arguments: Arguments, checked: dict[int, object] | None = None) -> Arguments:
         """Check a call's features and convert them to the form of the first batch."""
         positional, named = arguments
         features = positional[0] if positional else named.get("features")
@@ -220,7 +220,7 @@ class ShardedModuleEntry:
     def _direct_call_context(self) -> Iterator[None]:
         """Context of direct calls. Without grad mode, caches are restored for the backward of an earlier lookup."""
         restored = nullcontext() if torch.is_grad_enabled() else preserve_pending_lookups([self.module])
-        with self.lock, hide_module_prefetches([self.module]), restored:
+        with self.lock, hide_prefetch_queues_of_modules([self.module]), restored:
             yield
 
     def block_prefetch(self) -> AbstractContextManager[Any]:

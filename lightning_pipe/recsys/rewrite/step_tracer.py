@@ -116,8 +116,8 @@ def _find_source(argument: Any, batch: Node | None, model: torch.nn.Module) -> S
     if argument is batch:
         return BatchArgument(())
     if argument.op == "call_module":
-        return _make_postprocessed(argument, batch, model)
-    step = _parse_path_step(argument)
+        return _find_postprocess_source(argument, batch, model)
+    step = _convert_node_to_path_step(argument)
     if step is not None:
         inner = _find_source(argument.args[0], batch, model)
         if isinstance(inner, BatchArgument):
@@ -127,7 +127,7 @@ def _find_source(argument: Any, batch: Node | None, model: torch.nn.Module) -> S
     raise _UnknownArgumentError(f"{COMPUTED}by {argument.op} {argument.target}")
 
 
-def _parse_path_step(node: Node) -> AttributeStep | ItemStep | None:
+def _convert_node_to_path_step(node: Node) -> AttributeStep | ItemStep | None:
     """Return the step of a path that ``node`` represents: an attribute, an item, or ``get`` of a mapping."""
     if len(node.args) != 2 or node.kwargs or isinstance(node.args[1], Node):
         return None
@@ -140,7 +140,7 @@ def _parse_path_step(node: Node) -> AttributeStep | ItemStep | None:
     return None
 
 
-def _make_postprocessed(node: Node, batch: Node | None, model: torch.nn.Module) -> Postprocessed:
+def _find_postprocess_source(node: Node, batch: Node | None, model: torch.nn.Module) -> Postprocessed:
     name = str(node.target)
     module = model.get_submodule(name)
     if any(isinstance(child, ShardedModule) for child in module.modules()):

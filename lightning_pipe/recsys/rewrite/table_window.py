@@ -44,7 +44,7 @@ class TableGradientAccumulator:
         """Keep the gradients of a micro-batch after the first half of its backward, and the rows that it looked up."""
         kernel_gradients = embeddings.kernel_gradients
         assert kernel_gradients is not None
-        self._take_gradients(kernel_gradients)
+        self._accumulate_kernel_gradients(kernel_gradients)
         self._rows += embeddings.hand_over_rows()
         embeddings.kernel_gradients = None
 
@@ -52,7 +52,7 @@ class TableGradientAccumulator:
         """Add the gradients of the window to those of its last micro-batch, if it has any, and begin a new window."""
         if self:
             if embeddings.kernel_gradients is not None:
-                self._take_gradients(embeddings.kernel_gradients)
+                self._accumulate_kernel_gradients(embeddings.kernel_gradients)
             by_kernel: dict[int, list[_Pair]] = {}
             for pair in self._pairs:
                 by_kernel.setdefault(id(pair[0].kernel), []).append(pair)
@@ -86,7 +86,7 @@ class TableGradientAccumulator:
         for module in self._modules:
             set_eviction_hook(module, None)
 
-    def _take_gradients(self, kernel_gradients: KernelOutputGradients) -> None:
+    def _accumulate_kernel_gradients(self, kernel_gradients: KernelOutputGradients) -> None:
         for call, gradient in zip(kernel_gradients.calls, kernel_gradients.gradients, strict=True):
             self._pairs.append(
                 (

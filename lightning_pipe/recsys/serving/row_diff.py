@@ -57,7 +57,7 @@ def write_row_diff(checkpoint: str | Path, since: str | Path | int, folder: str 
                     f" {str(since)!r}, expected the same number. Export all rows of the newer checkpoint instead"
                 )
             with tempfile.TemporaryFile(dir=beside) as file:
-                older_table = _OlderRows(name, older_rows, width, file)
+                older_table = _OlderCheckpointRows(name, older_rows, width, file)
                 changed = _iterate_changed_rows(rows, since if isinstance(since, int) else older_table)
                 written[f"{name}.parquet"] = write_vectors(complete, name, width, changed)
             if not isinstance(since, int):
@@ -68,14 +68,14 @@ def write_row_diff(checkpoint: str | Path, since: str | Path | int, folder: str 
     return written
 
 
-class _OlderRows:
+class _OlderCheckpointRows:
     """Older rows of a table: sorted ids in memory, vectors in a file, and which ids the newer checkpoint has."""
 
     def __init__(self, name: str, rows: Iterator[StoredRows], width: int, file: Any) -> None:
         parts = [np.empty(0, np.int64)]
         for chunk in rows:
             parts.append(chunk.ids.numpy())
-            file.write(_get_weight_bits(chunk))
+            file.write(_view_weights_as_uint32(chunk))
         ids = np.concatenate(parts)
         self._places = ids.argsort()
         self.ids, self.seen = ids[self._places], np.zeros(len(ids), np.bool_)
@@ -89,16 +89,20 @@ class _OlderRows:
         first, last = (np.searchsorted(self.ids, rows.ids.numpy(), side) for side in ("left", "right"))
         matched, changed = np.flatnonzero(first < last), np.ones(len(first), np.bool_)
         self.seen[first[matched]] = True
-        changed[matched] = (self._vectors[self._places[first[matched]]] != _get_weight_bits(rows)[matched]).any(1)
+        changed[matched] = (self._vectors[self._places[first[matched]]] != _view_weights_as_uint32(rows)[matched]).any(
+            1
+        )
         return torch.from_numpy(changed)
 
 
-def _iterate_changed_rows(rows: Iterator[StoredRows], since: int | _OlderRows) -> Iterator[tuple[Tensor, Tensor]]:
+def _iterate_changed_rows(
+    rows: Iterator[StoredRows], since: int | _OlderCheckpointRows
+) -> Iterator[tuple[Tensor, Tensor]]:
     for chunk in rows:
         changed = chunk.last_seen >= since if isinstance(since, int) else since.find_changed_rows(chunk)
         if changed.any():
             yield chunk.ids[changed], chunk.columns[0][changed]
 
 
-def _get_weight_bits(rows: StoredRows) -> Any:
+def _view_weights_as_uint32(rows: StoredRows) -> Any:
     return rows.columns[0].float().numpy().view(np.uint32)

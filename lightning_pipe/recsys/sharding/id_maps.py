@@ -52,10 +52,10 @@ class IdMaps:
                 entries = run_on_rank(lambda: {key: value.cpu() for key, value in values.items()}, "", self._group)  # noqa: B023
                 self.redistribute(id_map, [0], lambda _: entries)  # noqa: B023
 
-    def collect_eviction_windows(self) -> dict[str, dict[str, Tensor]]:
+    def collect_id_histories(self) -> dict[str, dict[str, Tensor]]:
         """What state dicts leave out of this rank's maps, under names that no other rank uses."""
         rank = self._group.rank()
-        return {f"{id_map.name}/{rank}": window for _, id_map in self._maps if (window := id_map.get_id_history())}
+        return {f"{id_map.name}/{rank}": history for _, id_map in self._maps if (history := id_map.get_input_history())}
 
     def find_resharded(self, begins: Callable[[str], list[int] | None], always: bool = False) -> list[IdMapShard]:
         """Maps whose parts in a checkpoint are not those of the ranks."""
@@ -102,18 +102,18 @@ class IdMaps:
         )
         return cut + int((~has_row).sum())
 
-    def restore_eviction_windows(
-        self, windows: Callable[[str], dict[int, dict[str, Tensor]]], moved: Sequence[IdMapShard]
+    def restore_id_histories(
+        self, histories: Callable[[str], dict[int, dict[str, Tensor]]], moved: Sequence[IdMapShard]
     ) -> None:
-        """Continue windows of a checkpoint, after everything else is loaded."""
+        """Continue histories of a checkpoint, after everything else is loaded."""
         rank = self._group.rank()
         for _, id_map in self._maps:
-            rank_windows = windows(id_map.name)
-            if id_map in moved and rank_windows:
-                rank_windows = {
-                    rank: _merge_eviction_windows(id_map, list(rank_windows.values()), rank, self._group.size())
+            rank_histories = histories(id_map.name)
+            if id_map in moved and rank_histories:
+                rank_histories = {
+                    rank: _merge_id_histories(id_map, list(rank_histories.values()), rank, self._group.size())
                 }
-            id_map.restore_id_history(rank_windows.get(rank, {}))
+            id_map.restore_input_history(rank_histories.get(rank, {}))
 
     def _gather_row_ranges(self, id_map: IdMapShard) -> list[tuple[int, int]]:
         return all_gather_objects((id_map.begin, id_map.end), self._group)
@@ -178,13 +178,13 @@ def _assign_rows_to_ids(
     return new_rows
 
 
-def _merge_eviction_windows(
-    id_map: IdMapShard, windows: Sequence[Mapping[str, Any]], rank: int, ranks: int
+def _merge_id_histories(
+    id_map: IdMapShard, histories: Sequence[Mapping[str, Any]], rank: int, ranks: int
 ) -> dict[str, Tensor]:
-    """The window of a rank from those of other parts: the ids that it owns, in the order of the ranks."""
-    merged = {name: torch.cat([window[name] for window in windows]) for name in windows[0] if name != "numbers"}
+    """The history of a rank from those of other parts: the ids that it owns, in the order of the ranks."""
+    merged = {name: torch.cat([history[name] for history in histories]) for name in histories[0] if name != "numbers"}
     is_local = id_map.owners(merged["ids"], ranks) == rank
     merged = {name: values[is_local] for name, values in merged.items()}
-    sizes = [max(0, int(window["numbers"][0])) for window in windows]
+    sizes = [max(0, int(history["numbers"][0])) for history in histories]
     size = max(merged["ids"].numel(), -(-sum(sizes) // ranks)) or -1
-    return merged | {"numbers": torch.tensor([size, int(windows[0]["numbers"][1])])}
+    return merged | {"numbers": torch.tensor([size, int(histories[0]["numbers"][1])])}

@@ -357,7 +357,7 @@ def _fill_tables(
     for table, original, is_filled in zip(model.tables.values(), originals, has_values, strict=True):
         if table.is_dynamic:
             continue  # a cache of rows, each made when it is first seen
-        pieces = local_shards(states[table.module_name][table.state_dict_key])
+        pieces = local_shards(states[table.module_name][table.module_state_dict_key])
         if is_filled:
             shape = (table.config.num_embeddings, table.config.embedding_dim)
             copy_table_to_shards(original.detach(), shape, original.dtype, pieces, device, group)
@@ -374,21 +374,21 @@ def _fill_tables(
 
 @contextmanager
 def _disabled_init_fns(tables: Sequence[Table]) -> Iterator[None]:
-    """Context in which TorchRec does not call the ``init_fn`` of tables, which ``_fill`` fills.
+    """Context in which TorchRec does not call the ``init_fn`` of tables, which :func:`_fill_tables` fills.
 
     TorchRec calls it on the parts of a table that a rank holds, whose shapes a function of the whole table rejects.
     """
     functions = [(table.config, table.config.init_fn) for table in tables]
     try:
         for config, _ in functions:
-            config.init_fn = _skip_init
+            config.init_fn = _noop_init_fn
         yield
     finally:
         for config, function in functions:
             config.init_fn = function
 
 
-def _skip_init(values: torch.Tensor) -> torch.Tensor:
+def _noop_init_fn(values: torch.Tensor) -> torch.Tensor:
     return values
 
 

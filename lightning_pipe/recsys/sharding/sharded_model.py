@@ -66,7 +66,7 @@ class ShardedModel:
         self._table_parameters = TableParameterRegistry()
         self._group = group
         self._shard_group = group if replicas is None else replicas.shards
-        self.replicas = None if replicas is None else ReplicaAverage(replicas, self._get_averaged_states)
+        self.replicas = None if replicas is None else ReplicaAverage(replicas, self._get_table_and_optimizer_states)
         self._device = device
         self._data_parallel = DataParallelTables(group)
         parameters = dict(self.module.named_parameters())
@@ -141,7 +141,7 @@ class ShardedModel:
         if self.replicas is not None:
             self.replicas.average()
 
-    def _get_averaged_states(self) -> list[Mapping[str, Any]]:
+    def _get_table_and_optimizer_states(self) -> list[Mapping[str, Any]]:
         """State dicts of the tables and of their optimizers."""
         tables = [sharded.state_dict() for _, sharded in sorted(self.sharded_modules.items())]
         return [*tables, self.fused_optimizer.state_dict()["state"]]
@@ -220,7 +220,7 @@ class ShardedModel:
         """
         table = self._get_fixed_size_table(name)
         state = self.sharded_modules[table.module_name].state_dict()
-        return full_tensor(state[table.state_dict_key], self._shard_group, self._device)
+        return full_tensor(state[table.module_state_dict_key], self._shard_group, self._device)
 
     def full_optimizer_state(self, name: str) -> dict[str, torch.Tensor]:
         """Return a copy of a table's whole optimizer state on every rank. Every rank of the group calls it.
@@ -244,7 +244,7 @@ class ShardedModel:
         )
         states = self.fused_optimizer.state_dict()["state"].get(row_table.name, {})
         tensors = [
-            self.sharded_modules[module].state_dict()[row_table.state_dict_key],
+            self.sharded_modules[module].state_dict()[row_table.module_state_dict_key],
             *(states[key] for key in sorted(states)),
         ]
         return [
@@ -313,7 +313,7 @@ class ShardedModel:
         """Replace the rows of dynamic tables with those in a folder, and commit them. All ranks call it together.
 
         Args:
-            folder: folder that :meth:`write_rows` wrote to.
+            folder: folder that :meth:`write_rows_to_folder` wrote to.
             committed: result of :meth:`commit_rows` for the same rows.
             with_optimizers: True to read the states of optimizers, too.
 
@@ -321,7 +321,7 @@ class ShardedModel:
             SetupError: the rows are of other tables, a rank cannot read them, or *committed* is damaged; raised on
                 every rank.
         """
-        _check_committed_rows_format(committed)
+        _check_committed_rows_description(committed)
         for name, rows in self.dynamic_rows.items():
             module_rows = (committed or {}).get(name)
             if module_rows is None:
@@ -386,7 +386,7 @@ def _merge_shared_kernel_groups(groups: Sequence[Sequence[Sequence[str]]]) -> li
     return sorted(sorted(group) for group in merged)
 
 
-def _check_committed_rows_format(committed: Any) -> None:
+def _check_committed_rows_description(committed: Any) -> None:
     """Check that a checkpoint's description of rows has the form of :meth:`ShardedModel.commit_rows`."""
     try:
         for module_rows in ({} if committed is None else committed).values():

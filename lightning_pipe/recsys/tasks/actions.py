@@ -126,7 +126,7 @@ class RecsysActions:
         if self.replicas is not None and self.replicas.groups.sync_every > 1:
             reads = (*reads, REPLICA_STEPS)
         by_optimizer = rewrite.has_replicated_tables and self._after_embedding_backward is None
-        return (*reads, DENSE_PARAMETERS) if by_optimizer or not rewrite.has_only_table_parameters else reads
+        return (*reads, DENSE_PARAMETERS) if by_optimizer or not rewrite.sharded_modules_train_only_tables else reads
 
     def h2d_and_shuffle(self, ctx: RecsysContext) -> None:
         """Move the batch to the device. If samples are balanced, the next two tasks exchange them between ranks."""
@@ -213,7 +213,7 @@ class RecsysActions:
         ctx.output = None
         ctx.trained = step is not None and torch.is_grad_enabled()
         if step is not None:
-            with self._rewrite.serving_embeddings(ctx.embeddings, ctx.batch):
+            with self._rewrite.using_looked_up_embeddings(ctx.embeddings, ctx.batch):
                 ctx.output = step()
         ctx.training_step = _completed_step_placeholder
 

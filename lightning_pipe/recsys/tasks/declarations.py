@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class LateScalingChanges:
+class TaskChangesForLateScaling:
     """Changes of a task if gradients are scaled late, that is, in the optimizer step."""
 
     reads: tuple[str, ...] = ()  # further context fields
@@ -70,7 +70,7 @@ class RecsysTask:
     device: Resource = "compute"
     waited_by: str | None = None
     trains: bool = False
-    late: LateScalingChanges | None = None
+    late: TaskChangesForLateScaling | None = None
     collectives: tuple[str, ...] = ()
 
 
@@ -174,7 +174,7 @@ TASKS: tuple[RecsysTask, ...] = (
         waited_by="EmbBackward",
         collectives=("tables", "world"),
         trains=True,
-        late=LateScalingChanges(writes=("embeddings", TABLES), after_step=True),
+        late=TaskChangesForLateScaling(writes=("embeddings", TABLES), after_step=True),
     ),
     RecsysTask(
         SYNC_REPLICAS,
@@ -185,7 +185,7 @@ TASKS: tuple[RecsysTask, ...] = (
         waited_by=SYNC_REPLICAS,
         collectives=("replicas",),
         trains=True,
-        late=LateScalingChanges(after_step=True),
+        late=TaskChangesForLateScaling(after_step=True),
     ),
     RecsysTask(
         "FinalizeGrads",
@@ -203,7 +203,7 @@ TASKS: tuple[RecsysTask, ...] = (
         writes=(DENSE_GRADIENTS, DENSE_PARAMETERS, TABLE_LEARNING_RATES),
         collectives=("world",),
         trains=True,
-        late=LateScalingChanges(
+        late=TaskChangesForLateScaling(
             reads=("embeddings",),
             writes=(DENSE_GRADIENTS, DENSE_PARAMETERS, TABLE_LEARNING_RATES, "gradient_scale", "tables_skipped"),
         ),

@@ -23,7 +23,7 @@ from lightning_pipe.engine.plans.task import DeclaredIO
 from lightning_pipe.engine.runtime.captured import ByReference
 from lightning_pipe.recsys.dense.dense_reduction import DenseGradientReducer
 from lightning_pipe.recsys.kernels.fused_kernels import (
-    adjust_kernel_iteration_counts,
+    add_to_kernel_iteration_counts,
     get_newest_prefetch_locations,
     requeue_prefetch_locations,
 )
@@ -89,11 +89,11 @@ class RecsysReplayEffects:
         return (DeclaredIO(capture_requests, restore_requests, ("input_requests",)),)
 
     def emb_prefetch(self) -> tuple[DeclaredIO, ...]:
-        def capture_features(ctx: RecsysContext) -> dict[str, Any]:
+        def capture_distributed_features(ctx: RecsysContext) -> dict[str, Any]:
             features = ctx.features
             return {"distributed": features.distributed, "contexts": ByReference(features.inputs.contexts)}
 
-        def restore_features(ctx: RecsysContext, captured: Mapping[str, Any]) -> None:
+        def restore_distributed_features(ctx: RecsysContext, captured: Mapping[str, Any]) -> None:
             inputs = replace(ctx.input_requests.inputs, contexts=_copy_contexts(captured["contexts"]))
             ctx.features = DistributedFeatures(inputs, captured["distributed"])
             for name, features in captured["distributed"].items():
@@ -107,21 +107,21 @@ class RecsysReplayEffects:
         def restore_prefetches(ctx: RecsysContext, locations: Any) -> None:
             requeue_prefetch_locations(self._get_sharded_modules(ctx.features.distributed), locations)
 
-        return DeclaredIO(capture_features, restore_features, ("features",)), DeclaredIO(
+        return DeclaredIO(capture_distributed_features, restore_distributed_features, ("features",)), DeclaredIO(
             capture_prefetches, restore_prefetches
         )
 
     # ------------------------------------------------------------------ lookup, and the dense part
 
     def emb_forward(self) -> tuple[DeclaredIO, ...]:
-        def restore_outputs(ctx: RecsysContext, outputs: Mapping[str, Any]) -> None:
+        def restore_embedding_outputs(ctx: RecsysContext, outputs: Mapping[str, Any]) -> None:
             ctx.embeddings = Embeddings(ctx.features.inputs)
             for name, output in outputs.items():
                 # Outputs without a graph get no captured lookups, since no gradients can be sent to them.
                 ctx.embeddings.add_ready_output(name, output)
             if torch.is_grad_enabled():
                 for module in self._get_sharded_modules(outputs):
-                    adjust_kernel_iteration_counts(module, 1)
+                    add_to_kernel_iteration_counts(module, 1)
             for context in ctx.features.inputs.contexts.values():
                 if rows := getattr(context, "rows", None):
                     rows.end(trained=False)
@@ -129,7 +129,7 @@ class RecsysReplayEffects:
         return (
             DeclaredIO(
                 lambda ctx: ctx.embeddings.ready,
-                restore_outputs,
+                restore_embedding_outputs,
                 ("embeddings",),
                 upstream=lambda ctx: self._in_modules,
             ),
@@ -148,7 +148,7 @@ class RecsysReplayEffects:
         return embeddings, gradients, self._declare_buffer_values(self._buffers)
 
     def dense_backward(self) -> tuple[DeclaredIO, ...]:
-        def capture_gradients(ctx: RecsysContext) -> dict[str, Any]:
+        def capture_embedding_gradients(ctx: RecsysContext) -> dict[str, Any]:
             embeddings = ctx.embeddings
             kernels = embeddings.kernel_gradients
             return {
@@ -157,7 +157,7 @@ class RecsysReplayEffects:
                 "replicated": () if kernels is None else [weights.grad for weights in kernels.replicated],
             }
 
-        def restore_gradients(ctx: RecsysContext, captured: Mapping[str, Any]) -> None:
+        def restore_embedding_gradients(ctx: RecsysContext, captured: Mapping[str, Any]) -> None:
             embeddings = ctx.embeddings
             for cut, gradient in zip(embeddings.cuts(), captured["cuts"], strict=True):
                 cut.gradient = gradient
@@ -174,7 +174,7 @@ class RecsysReplayEffects:
                 self._reducer.prepare_for_backward()
                 self._reducer.mark_gradients_ready(self._dense)
 
-        in_context = DeclaredIO(capture_gradients, restore_gradients, ("embeddings",))
+        in_context = DeclaredIO(capture_embedding_gradients, restore_embedding_gradients, ("embeddings",))
         return (
             in_context,
             self._declare_gradients(self._dense),
@@ -185,11 +185,11 @@ class RecsysReplayEffects:
         return (self._declare_gradients(self._in_modules),)
 
     def finalize_grads(self) -> tuple[DeclaredIO, ...]:
-        def discard_averages(ctx: RecsysContext, _: Any) -> None:
+        def discard_averaged_gradients(ctx: RecsysContext, _: Any) -> None:
             if self._reducer is not None and ctx.has_gradients:
-                self._reducer.discard_averages()
+                self._reducer.discard_averaged_gradients()
 
-        return DeclaredIO(lambda ctx: None, discard_averages), self._declare_gradients(
+        return DeclaredIO(lambda ctx: None, discard_averaged_gradients), self._declare_gradients(
             [*self._dense, *self._in_modules]
         )
 

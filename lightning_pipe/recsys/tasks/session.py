@@ -30,12 +30,12 @@ from lightning_pipe.recsys.dense.dense_reduction import DenseGradientReducer
 from lightning_pipe.recsys.kernels.fused_kernels import (
     clear_prefetches,
     find_fused_kernels,
-    hide_module_prefetches,
+    hide_prefetch_queues_of_modules,
     preserve_pending_lookups,
 )
 from lightning_pipe.recsys.plans.recsys_plans import (
     looks_up_embeddings_ahead,
-    needs_input_dist_group,
+    needs_input_dist_process_group,
     plan_supports_cached_tables,
     runs_input_on_worker,
 )
@@ -192,7 +192,7 @@ class RecsysSession:
         sharded = (
             self._sharded.sharded_modules if self._sharded is not None else rewrite.sharded_modules if rewrite else {}
         )
-        with hide_module_prefetches(sharded.values()), preserve_pending_lookups(sharded.values()):
+        with hide_prefetch_queues_of_modules(sharded.values()), preserve_pending_lookups(sharded.values()):
             if rewrite is not None:
                 rewrite.detach()
             try:
@@ -263,7 +263,7 @@ class RecsysSession:
             self.module,
             method=self.options.rewrite.method,
             step=step,
-            input_group=self._get_input_group(),
+            input_group=self._get_input_dist_process_group(),
             status_group=None if self._replicas is None else self._group("status"),
             agree_group=self.world,
             validate_ids=self.options.checks.validate_ids,
@@ -281,13 +281,13 @@ class RecsysSession:
             self._groups[name] = self._destroy_group_at_close(new_group())
         return self._groups[name]
 
-    def _get_input_group(self) -> dist.ProcessGroup | None:
+    def _get_input_dist_process_group(self) -> dist.ProcessGroup | None:
         """Return the input dist's group, over the ranks that share the tables; None to use the tables' group."""
         if not self._input_group_known:
             # Ranks with different plans would wait for each other in new_group.
             plan = self._plan
             check_agreement([("name", "auto")] if plan is None else plan.description(), "plan", self.world)
-            if self.world is not None and (plan is None or needs_input_dist_group(plan)):
+            if self.world is not None and (plan is None or needs_input_dist_process_group(plan)):
                 make = new_group if self._replicas is None else self._replicas.groups.new_shard_group
                 self._input_group = wrap_full_duplex_group(self._destroy_group_at_close(make()))
             self._input_group_known = True

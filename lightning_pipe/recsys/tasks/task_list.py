@@ -70,7 +70,7 @@ def _task(declared: RecsysTask, actions: RecsysActions | None, scaled_late: bool
         reads = (*reads, *declared.late.reads)
         writes = writes if declared.late.writes is None else declared.late.writes
     if actions is None:
-        return PipelineTask(declared.name, _MissingTaskAction(declared.name), reads=reads, writes=writes, **both)
+        return PipelineTask(declared.name, _TaskWithoutModel(declared.name), reads=reads, writes=writes, **both)
     if declared.model_reads is not None:
         reads = (*reads, *declared.model_reads(actions))
     io = () if declared.replay is None else declared.replay(actions.replays)
@@ -78,7 +78,7 @@ def _task(declared: RecsysTask, actions: RecsysActions | None, scaled_late: bool
     return PipelineTask(declared.name, run, io, reads=reads, writes=writes, **both)
 
 
-class _MissingTaskAction:
+class _TaskWithoutModel:
     """Function of a task without a model. It can be pickled, as strategies are for spawned processes."""
 
     def __init__(self, name: str) -> None:

@@ -17,7 +17,7 @@ _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 
 def choice_report(choice: StageChoice) -> Group:
     """Return a report with the choice, the reason for it, and the best alternatives."""
-    chosen, shown = choice.chosen, _select_shown_predictions(choice)
+    chosen, shown = choice.chosen, _select_schedule_predictions_to_show(choice)
     unit, factor = common_byte_unit([prediction.peak for prediction in shown])
     columns = ("schedule", "stages", "micro", "simulated", "measured", "bubble", unit)
     table = ReportTable.create_with_number_columns(*columns, edge=False)
@@ -41,7 +41,7 @@ def choice_report(choice: StageChoice) -> Group:
     return Group(Text(title, style="bold"), "", table, "", explained, *notes)
 
 
-def _select_shown_predictions(choice: StageChoice) -> list[SchedulePrediction]:
+def _select_schedule_predictions_to_show(choice: StageChoice) -> list[SchedulePrediction]:
     """Return the candidates that ran, fastest first, then the best candidate of each schedule that did not run."""
     tried = sorted(
         (entry for entry in choice.predictions if entry.measured_seconds is not None),

@@ -31,7 +31,7 @@ def example_batch(module: PipelineModule, loader: Any, batch_size: int | None) -
     if example is not None:
         if rows is None:
             raise SetupError(f"The number of rows in a batch is unknown for a {type(loader).__name__}. {_NEEDED}")
-        return _repeat_rows(example, rows)
+        return _repeat_example_to_batch_size(example, rows)
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         raise SetupError(
             f"No batch can be read in advance from {_describe_loader(loader)}, since training would miss it. {_NEEDED}"
@@ -61,7 +61,7 @@ def _batch_size(loader: Any) -> int | None:
     return size if isinstance(size, int) else None
 
 
-def _repeat_rows(example: Mapping[str, Any], rows: int) -> dict[str, Any]:
+def _repeat_example_to_batch_size(example: Mapping[str, Any], rows: int) -> dict[str, Any]:
     """Repeat the rows of an example up to the given number."""
     example_rows = next((len(value) for value in example.values() if isinstance(value, Tensor) and value.ndim), 1)
     places = torch.arange(rows) % example_rows

@@ -80,11 +80,11 @@ def _shrink_parameters(model: nn.Module) -> dict[int, torch.Size]:
 
 def _extrapolate_state_bytes(state: Tensor, small: Tensor, shape: torch.Size) -> int:
     """Return the bytes of a state for a parameter of the given shape."""
-    sizes = shape if state.shape == small.shape else _extrapolate_state_shape(state.shape, small.shape, shape)
+    sizes = shape if state.shape == small.shape else _extrapolate_optimizer_state_shape(state.shape, small.shape, shape)
     return math.prod(sizes) * state.element_size()
 
 
-def _extrapolate_state_shape(state: torch.Size, small: torch.Size, shape: torch.Size) -> list[int]:
+def _extrapolate_optimizer_state_shape(state: torch.Size, small: torch.Size, shape: torch.Size) -> list[int]:
     if len(state) != len(small):
         return list(state)
     return [

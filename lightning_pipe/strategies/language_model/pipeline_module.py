@@ -118,7 +118,7 @@ class PipelineModule(StageHooks, pl.LightningModule):
                 self._mixtures = install_moe_block_tracking(self.model, layers)
             check_routed_experts(micro_batch, self._mixtures, PadValues().rows_and_length(micro_batch))
         micro_batch, contexts = pop_routed_experts_from_batch(micro_batch)
-        arguments, keywords = self._get_unsplit_model_inputs(micro_batch)
+        arguments, keywords = self._get_inputs_of_unsplit_model(micro_batch)
         with ExitStack() as entered:
             for context in contexts:
                 entered.enter_context(context())
@@ -135,7 +135,7 @@ class PipelineModule(StageHooks, pl.LightningModule):
         output: Tensor = self.model(*arguments, **keywords)
         return output if result_of is None else result_of(output)
 
-    def _get_unsplit_model_inputs(self, micro_batch: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _get_inputs_of_unsplit_model(self, micro_batch: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the inputs of the unsplit model."""
         assert self.model is not None
         arguments, keywords = self.model_inputs(micro_batch)

@@ -44,7 +44,7 @@ from lightning_pipe.checkpoints.stage_layout import (
     OPTIMIZERS,
     TIED,
     add_tied_aliases,
-    get_optimizer_part_name,
+    get_optimizer_checkpoint_key,
     tied_aliases,
 )
 from lightning_pipe.engine import SetupError
@@ -80,7 +80,7 @@ def save_stage_checkpoint(
         )
         groups = []
         for number, (names, packed) in enumerate(zip(names_by_optimizer, checkpoint[OPTIMIZERS], strict=True)):
-            state[get_optimizer_part_name(number)] = {
+            state[get_optimizer_checkpoint_key(number)] = {
                 "state": {names[index]: value for index, value in packed["state"].items()}
             }
             groups.append([replace_numbers_by_names(group, names) for group in packed["param_groups"]])
@@ -130,12 +130,16 @@ def load_stage_checkpoint(
         raise SetupError(f"The checkpoint {str(path)!r} does not fit the module: {'; '.join(problems)}. {_FIX}.")
     parameters = dict(module.named_parameters())
     for number, names in enumerate(names_by_optimizer):
-        states = _allocate_states(saved, get_optimizer_part_name(number), {name: parameters[name] for name in names})
-        state[get_optimizer_part_name(number)] = {"state": states}
+        states = _allocate_states(
+            saved, get_optimizer_checkpoint_key(number), {name: parameters[name] for name in names}
+        )
+        state[get_optimizer_checkpoint_key(number)] = {"state": states}
     load_in_place(folder, saved, state, strict=strict, weights_only=weights_only, fix=_FIX)
     if with_states:
         meta[OPTIMIZERS] = [
-            make_optimizer_state_dict(optimizer, names, of_optimizer, state[get_optimizer_part_name(number)]["state"])
+            make_optimizer_state_dict(
+                optimizer, names, of_optimizer, state[get_optimizer_checkpoint_key(number)]["state"]
+            )
             for number, (optimizer, names, of_optimizer) in enumerate(
                 zip(trained, names_by_optimizer, groups, strict=True)
             )

@@ -213,7 +213,7 @@ class ScheduleTrialRunner:
     def run_with_recorded_events(
         self, candidate: ScheduleCandidate
     ) -> tuple[ScheduleCandidate, Sequence[Any], float] | None:
-        """Return a recorded trial as :func:`calibrate` takes it; None if the candidate failed."""
+        """Return a recorded trial to calibrate predictions with; None if the candidate failed."""
         trial = self._try(candidate, record=True)
         return None if trial is None else (candidate, trial.events, trial.recorded_step_seconds)
 
@@ -317,7 +317,7 @@ class ScheduleTrialRunner:
 
 
 def get_or_derive_module_config(module: PipelineModule) -> PPModuleConfig:
-    """Return the names of the layers of the module's model: ``pipeline_module_config``, or derived from its structure."""
+    """Return the names of the module's layers: its ``pipeline_module_config``, or names derived from its structure."""
     assert module.model is not None
     config = module.pipeline_module_config()
     if config is None:

@@ -41,7 +41,7 @@ from lightning_pipe.strategies.language_model.strategy import LLMPipelineStrateg
 
 
 @dataclass(frozen=True)
-class UnsupportedScheduleEntry:
+class UnsupportedScheduleReason:
     """A schedule that cannot be used."""
 
     schedule: str
@@ -53,7 +53,7 @@ class StageEstimate:
     """Estimate for a configuration."""
 
     configured: SchedulePrediction
-    other_schedules: tuple[SchedulePrediction | UnsupportedScheduleEntry, ...]
+    other_schedules: tuple[SchedulePrediction | UnsupportedScheduleReason, ...]
     rows: int
     length: int
     notes: tuple[str, ...]
@@ -150,16 +150,16 @@ def compare_schedules(
     footprints: ModelPieceResults[Footprint],
     optimizer_bytes: ModelPieceResults[int],
     sharing: ShardCounts | None = None,
-) -> list[SchedulePrediction | UnsupportedScheduleEntry]:
+) -> list[SchedulePrediction | UnsupportedScheduleReason]:
     """Estimate all of PyTorch's schedules, each with its default number of stages and layers split evenly."""
-    results: list[SchedulePrediction | UnsupportedScheduleEntry] = []
+    results: list[SchedulePrediction | UnsupportedScheduleReason] = []
     for spec in SCHEDULES.values():
         try:
             per_rank = count_stages_per_rank(spec, pp_size)
             check_microbatches(spec, num_microbatches, pp_size, per_rank)
             layers = layer_counts(config, split_evenly(config, pp_size * per_rank))
         except SetupError as error:
-            results.append(UnsupportedScheduleEntry(spec.name, str(error)))
+            results.append(UnsupportedScheduleReason(spec.name, str(error)))
         else:
             candidate = ScheduleCandidate(spec, per_rank, num_microbatches, layers)
             results.append(

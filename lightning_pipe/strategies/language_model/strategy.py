@@ -33,7 +33,7 @@ from lightning_pipe.llm.parallel.parallel_dims import ParallelDims
 from lightning_pipe.llm.run.optimizer_checks import check_not_fused, check_optimizers_for_sharding
 from lightning_pipe.llm.run.optimizer_offload import OptimizerStateOffload
 from lightning_pipe.llm.run.options import LLMOptions, option_pairs
-from lightning_pipe.llm.run.preparation import PendingBatch
+from lightning_pipe.llm.run.preparation import BatchInPreparation
 from lightning_pipe.llm.run.recorder import StageRecorder
 from lightning_pipe.llm.run.schedule_runner import ScheduleRunner
 from lightning_pipe.llm.run.stage_hooks import BatchResult
@@ -141,7 +141,7 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
         self._offloaded: list[OptimizerStateOffload] = []
         self._program: TrainingProgram | None = None
         self._evaluations: list[EvaluationProgram] = []
-        self._prepared_batch: PendingBatch | None = None
+        self._prepared_batch: BatchInPreparation | None = None
 
     # ------------------------------------------------------------------ set-up
 
@@ -223,7 +223,7 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
         module._run_in_stages, module._predict_in_stages = self._run_batch, self._predict
         install_loops(trainer)
         if fitting:
-            ZeroGradFirstOptimization.install(trainer, self._stage_parts.runs.discard_unfinished_step)
+            ZeroGradFirstOptimization.install(trainer, self._stage_parts.runs.discard_unfinished_step_tokens)
             with allow_empty_optimizers():
                 self.setup_optimizers(trainer)
             check_optimizers_for_sharding(self.optimizers, self._parts_maker.settings.sizes)
@@ -377,14 +377,14 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
     def _predict(self, batch: Any) -> Any:
         return self._stage_parts.runs.predict(batch, self._pop_prepared("predict", batch))
 
-    def _store_prepared_batch(self, prepared: PendingBatch | None) -> None:
+    def _store_prepared_batch(self, prepared: BatchInPreparation | None) -> None:
         self._prepared_batch = prepared
 
-    def _pop_prepared(self, step: str, batch: Any) -> PendingBatch | None:
+    def _pop_prepared(self, step: str, batch: Any) -> BatchInPreparation | None:
         if self._coordinator is None:
             evaluated = next((program.current for program in self._evaluations if program.current is not None), None)
             if evaluated is not None:  # this method runs on behalf of the task ScheduleForward
-                return cast("PendingBatch | None", evaluated.pop("prepared"))
+                return cast("BatchInPreparation | None", evaluated.pop("prepared"))
             handed_over, self._prepared_batch = self._prepared_batch, None
             return handed_over
         self._coordinator.announce_collective(step, move_data_to_device(batch, torch.device("cpu")))

@@ -22,7 +22,7 @@ from lightning_pipe.engine.ranks.object_collectives import run_on_all_ranks
 from lightning_pipe.recsys.modules.tables import Table
 from lightning_pipe.recsys.sharding.id_maps import IdMaps
 
-WINDOWS = "id_windows"  # part of the state that holds what TorchRec's state dicts leave out
+HISTORIES = "id_histories"  # part of the state that holds what TorchRec's state dicts leave out
 
 
 class IdMapCheckpointLoader:
@@ -48,8 +48,8 @@ class IdMapCheckpointLoader:
         for name in [name for name in state if any(id_map.has_state_dict_key(name) for id_map in self._moved)]:
             del state[name]
 
-    def fill(self, *, with_windows: bool) -> None:
-        """Fill what *leave_out* has removed, and continue the windows, after all else is loaded."""
+    def fill(self, *, with_histories: bool) -> None:
+        """Fill what *leave_out* has removed, and continue the histories, after all else is loaded."""
         for id_map in self._moved:
             begins = self._read_shard_offsets(id_map.buffer_names[0])
             assert begins is not None
@@ -59,8 +59,8 @@ class IdMapCheckpointLoader:
                     f"{lost} ids of {id_map.name} have lost their row, because the checkpoint is from another number of"
                     " ranks or of rows, and a rank has more ids than rows. They begin anew when they are seen again"
                 )
-        self._maps.restore_eviction_windows(
-            self._read_id_windows_by_rank if with_windows else lambda _: {}, self._moved
+        self._maps.restore_id_histories(
+            self._read_id_histories_by_rank if with_histories else lambda _: {}, self._moved
         )
 
     def _read_shard_offsets(self, name: str) -> list[int] | None:
@@ -69,14 +69,14 @@ class IdMapCheckpointLoader:
             sorted(chunk.offsets[0] for chunk in stored.chunks) if isinstance(stored, TensorStorageMetadata) else None
         )
 
-    def _read_id_windows_by_rank(self, name: str) -> dict[int, dict[str, Tensor]]:
+    def _read_id_histories_by_rank(self, name: str) -> dict[int, dict[str, Tensor]]:
         """Windows of a map, by rank of the checkpoint."""
         keys_by_rank: dict[int, list[str]] = {}
         for path in (self._saved.planner_data or {}).values():
-            if path[0] == WINDOWS and str(path[1]).rpartition("/")[0] == name:
+            if path[0] == HISTORIES and str(path[1]).rpartition("/")[0] == name:
                 keys_by_rank.setdefault(int(path[1].rpartition("/")[2]), []).append(path[2])
         return {
-            rank: self._read(f"{WINDOWS}.{name}/{rank}", sorted(keys)) for rank, keys in sorted(keys_by_rank.items())
+            rank: self._read(f"{HISTORIES}.{name}/{rank}", sorted(keys)) for rank, keys in sorted(keys_by_rank.items())
         }
 
     def _get_checkpoint_name(self, name: str) -> str:

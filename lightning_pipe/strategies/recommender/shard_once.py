@@ -30,7 +30,7 @@ _ATTRIBUTE = "_lightning_pipe_sharding"
 
 
 @dataclass
-class _ShardedModuleRecord:
+class _ModuleShardingRecord:
     model: ShardedModel
     requested: dict[str, Any]  # arguments of the strategy that sharded the module
     pending: WarmStartOptions | None  # until the module has initial values from a checkpoint
@@ -54,7 +54,7 @@ def shard_module_once(
     wire = {"quantized_comms": quantized_comms, "dedup": dedup or None}
     options = {"sparse_optimizer": sparse_optimizer, **wire, "init_from": init_from}
     requested = {**options, **vars(sharding)}
-    state: _ShardedModuleRecord | None = module.__dict__.get(_ATTRIBUTE)
+    state: _ModuleShardingRecord | None = module.__dict__.get(_ATTRIBUTE)
     if state is None:
         arguments = {**requested, "sharding_plan": sharding.plan, "trains": trains}
         del arguments["plan"], arguments["init_from"]
@@ -70,7 +70,7 @@ def shard_module_once(
             for group in groups:
                 dist.destroy_process_group(group)
             raise
-        state = _ShardedModuleRecord(model, requested, init_from)
+        state = _ModuleShardingRecord(model, requested, init_from)
         module.__dict__[_ATTRIBUTE] = state
         return state.model
     for name, value in requested.items():
@@ -84,13 +84,13 @@ def shard_module_once(
 
 def get_pending_warm_start(module: pl.LightningModule) -> WarmStartOptions | None:
     """Checkpoint that a sharded module still needs its initial values from; None without one."""
-    state: _ShardedModuleRecord = module.__dict__[_ATTRIBUTE]
+    state: _ModuleShardingRecord = module.__dict__[_ATTRIBUTE]
     return state.pending
 
 
 def mark_warm_started(module: pl.LightningModule) -> None:
     """Note that a sharded module has values from a checkpoint, which later runs keep."""
-    state: _ShardedModuleRecord = module.__dict__[_ATTRIBUTE]
+    state: _ModuleShardingRecord = module.__dict__[_ATTRIBUTE]
     state.pending = None
 
 

@@ -33,7 +33,7 @@ from lightning_pipe.engine import SetupError
 from lightning_pipe.engine.ranks.object_collectives import run_on_all_ranks
 from lightning_pipe.recsys.sharding.sharded_model import ShardedModel
 from lightning_pipe.strategies.recommender.id_map_checkpoint import (
-    WINDOWS,
+    HISTORIES,
     IdMapCheckpointLoader,
     drop_id_maps_from_metadata,
     match_id_map_names,
@@ -59,8 +59,8 @@ def save_sharded_checkpoint(
     if "optimizer_states" in checkpoint:
         state |= _table_states(sharded)
         rest[TABLE_OPTIMIZERS] = {name: table.resolved_optimizer.name for name, table in sharded.tables.items()}
-        if windows := sharded.id_maps.collect_eviction_windows():
-            state[WINDOWS] = windows
+        if histories := sharded.id_maps.collect_id_histories():
+            state[HISTORIES] = histories
     dumped = sharded.prepare_row_dump() if sharded.dynamic_rows else None
     if dumped is not None:
         rest[DYNAMIC_ROWS] = dumped.committed
@@ -90,8 +90,8 @@ def load_sharded_checkpoint(
     maps = IdMapCheckpointLoader(sharded.id_maps, folder, saved, weights_only)
     maps.leave_out(state["model"])
     load_in_place(folder, saved, state, strict=strict, weights_only=weights_only, fix=_FIX)
-    _load_model_and_table_states(sharded, state["model"], state.get("tables", {}).get("state", {}))
-    maps.fill(with_windows=with_optimizers)
+    _load_model_and_table_optimizer_states(sharded, state["model"], state.get("tables", {}).get("state", {}))
+    maps.fill(with_histories=with_optimizers)
     # States are read for evaluations too: the rows are committed, and training may continue from the store.
     _load_dynamic_rows(folder, rest.pop(DYNAMIC_ROWS, None), sharded, with_optimizers="optimizer_states" in rest)
     return {**rest, "state_dict": {}}
@@ -110,11 +110,11 @@ def start_from_checkpoint(options: WarmStartOptions, sharded: ShardedModel, weig
         optimizers = names.rename_keys(optimizers)
     world, failed = dist.group.WORLD, "init_from cannot be used"
 
-    def match_checkpoint_and_id_maps() -> tuple[CheckpointMatch, dict[str, str]]:
+    def match_checkpoint_to_model() -> tuple[CheckpointMatch, dict[str, str]]:
         matched = match_checkpoint(options, drop_id_maps_from_metadata(saved), optimizers, sizes, sharded.tables)
         return matched, match_id_map_names(sharded.tables, matched.names, saved)
 
-    matched, of_maps = run_on_all_ranks(match_checkpoint_and_id_maps, failed, world)
+    matched, of_maps = run_on_all_ranks(match_checkpoint_to_model, failed, world)
     maps = IdMapCheckpointLoader(sharded.id_maps, folder, saved, weights_only, of_maps)
     for rows in sharded.dynamic_rows.values():
         run_on_all_ranks(rows.check_no_existing_rows, failed, world)
@@ -123,8 +123,10 @@ def start_from_checkpoint(options: WarmStartOptions, sharded: ShardedModel, weig
         state["tables"] = {"state": of_tables}
     load_in_place(folder, matched.saved, state, strict=True, weights_only=weights_only, fix=_FIX)
     filled = {name: state["model"][stored_name] for name, stored_name in matched.names.items() if name in model}
-    _load_model_and_table_states(sharded, filled, {name: states[name] for name in matched.names if name in states})
-    maps.fill(with_windows=False)
+    _load_model_and_table_optimizer_states(
+        sharded, filled, {name: states[name] for name in matched.names if name in states}
+    )
+    maps.fill(with_histories=False)
     _load_dynamic_rows(folder, rest.get(DYNAMIC_ROWS), sharded, with_optimizers=keep)
     rank_zero_info(matched.report)
     if matched.dropped:
@@ -148,7 +150,9 @@ def _collect_state_dict_names(sizes: Mapping[tuple[Any, ...], Any]) -> CompiledN
     return CompiledNameMap(path[1] for path in sizes if path[0] == "model")
 
 
-def _load_model_and_table_states(sharded: ShardedModel, model: Mapping[str, Any], states: Mapping[str, Any]) -> None:
+def _load_model_and_table_optimizer_states(
+    sharded: ShardedModel, model: Mapping[str, Any], states: Mapping[str, Any]
+) -> None:
     """Load values of the model and states of its tables' optimizers by name."""
     if sharded.replicas is not None:
         sharded.replicas.steps = 0  # all replicas have read the same values

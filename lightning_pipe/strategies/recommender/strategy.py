@@ -63,7 +63,7 @@ from lightning_pipe.strategies.recommender.sharded_checkpoint import (
     save_sharded_checkpoint,
     start_from_checkpoint,
 )
-from lightning_pipe.strategies.recommender.table_gradients import TableGradientPrecision
+from lightning_pipe.strategies.recommender.table_gradients import TablePrecisionPluginAdapter
 from lightning_pipe.strategies.recommender.warm_start import WarmStartOptions
 from lightning_pipe.strategies.setup_checks import (
     check_fp16_comms,
@@ -208,7 +208,7 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
         # State of the training. The rates stay after it, for checkpoints that are written then.
         self._program: TrainingProgram | None = None
         self._rates: TableLearningRates | None = None
-        self._gradients: TableGradientPrecision | None = None
+        self._gradients: TablePrecisionPluginAdapter | None = None
         self._evaluation: RecsysEvaluation | None = None
         self._users_transfer = TransferThreadPolicy(transfer_on_worker)
 
@@ -353,7 +353,7 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
         if isinstance(loop, PipelineTrainingEpochLoop):
             rewrite.statuses = loop.status_exchange
         if clipped or loss_scaled:
-            self._gradients = TableGradientPrecision(precision, sharded, session.device, self._batch_in_training)
+            self._gradients = TablePrecisionPluginAdapter(precision, sharded, session.device, self._batch_in_training)
         arguments: dict[str, Any] = {
             "transfer": "H2DAndShuffle",
             "forward": "LossPostprocess",

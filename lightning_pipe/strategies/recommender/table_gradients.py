@@ -25,7 +25,7 @@ from lightning_pipe.recsys.tasks.context import RecsysContext
 from lightning_pipe.strategies.setup_checks import CLIP_BY_VALUE_ERROR, get_grad_scaler
 
 
-class TableGradientPrecision:
+class TablePrecisionPluginAdapter:
     """Makes a precision plugin act on the tables' gradients of the current batch, until :meth:`close`."""
 
     def __init__(

@@ -46,7 +46,7 @@ class Model(nn.Module):
 def test_a_model_s_own_word_is_taken() -> None:
     config = derive_pp_module_config(Model())
     assert config == PPModuleConfig(3, "decoder.layers", ("embed",), ("norm", "head"), ("rotary",))
-    assert config.layer_fqn(2) == "decoder.layers.2"
+    assert config.get_layer_fqn(2) == "decoder.layers.2"
     assert config.module_fqns == (
         "embed", "decoder.layers.0", "decoder.layers.1", "decoder.layers.2", "norm", "head",
     )  # fmt: skip

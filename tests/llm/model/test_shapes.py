@@ -146,7 +146,9 @@ class TakingKeywords(nn.Module):
 
 def stages_of(model: nn.Module, config: PPModuleConfig) -> StageShapes:
     fake, mode = fake_copy(model)
-    return StageShapes([make_stage(shallow_copy(fake), config, [config.layer_fqn(i)], i, 2) for i in range(2)], mode)
+    return StageShapes(
+        [make_stage(shallow_copy(fake), config, [config.get_layer_fqn(i)], i, 2) for i in range(2)], mode
+    )
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ from transformers import (
 from lightning_pipe.engine.common.errors import InputError, SetupError
 from lightning_pipe.llm.model.derived_config import derive_pp_module_config
 from lightning_pipe.llm.model.module_config import PPModuleConfig
-from lightning_pipe.llm.model.slots import PassThroughLayer, PassThroughOuterModule, StageHiddenStates
+from lightning_pipe.llm.model.slots import PassThroughLayer, PassThroughNonLayerModule, StageHiddenStates
 from lightning_pipe.llm.model.stage_module import (
     PassThroughModule,
     StageModule,
@@ -346,7 +346,7 @@ def test_a_stage_that_runs_no_layer_where_hidden_states_leave_or_enter_is_an_err
 
 
 def test_a_module_that_token_ids_do_not_need_is_an_error_where_it_is_called() -> None:
-    slot = PassThroughOuterModule(nn.Linear(2, 3), WIDTH, "vision_tower")
+    slot = PassThroughNonLayerModule(nn.Linear(2, 3), WIDTH, "vision_tower")
     with pytest.raises(InputError, match=r"calls vision_tower, which only stage 0 holds; expected a batch of tokens"):
         slot(torch.ones(2))
 

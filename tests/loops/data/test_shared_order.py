@@ -16,7 +16,11 @@ from lightning_pipe.loops import PipelineTrainingEpochLoop
 from lightning_pipe.loops.data.random_streams import get_rng_states, pack_rng_states
 from lightning_pipe.loops.data.resumable_loader import draws_no_random_numbers, make_resumable
 from lightning_pipe.loops.data.resume import are_equal
-from lightning_pipe.loops.data.shared_order import build_remaining_batches, get_shared_order, reshard_loader_states
+from lightning_pipe.loops.data.shared_order import (
+    build_remaining_batches,
+    get_distributed_sampler_state,
+    reshard_loader_states,
+)
 from lightning_pipe.strategies.pipeline import PipelineStrategy
 from tests.distributed import run_ranks
 from tests.loops.models import Net, Rows, trainer
@@ -34,7 +38,7 @@ def loader(rank: int, world: int) -> DataLoader[torch.Tensor]:
 def test_what_is_left_is_shared_out_whole_twice_over(worlds: tuple[int, int, int]) -> None:
     first, second, third = worlds
     seen = [index for rank in range(first) for batch in list(loader(rank, first).batch_sampler)[:3] for index in batch]  # type: ignore[arg-type]
-    state: Any = {"order": get_shared_order(loader(0, first)), "given": 3}
+    state: Any = {"order": get_distributed_sampler_state(loader(0, first)), "given": 3}
     assert len(seen) == 3 * BATCH * first
 
     (moved,) = reshard_loader_states([state], 0, second) or [None]
@@ -59,7 +63,7 @@ def test_no_rank_has_a_batch_more_than_another_and_loses_it(
     world: int, batch_size: int | None, drop_last: bool
 ) -> None:
     for trained in range(ROWS + 1):
-        state: Any = {"order": get_shared_order(loader(0, 1)) | {"trained": trained}, "given": 0}  # type: ignore[operator]
+        state: Any = {"order": get_distributed_sampler_state(loader(0, 1)) | {"trained": trained}, "given": 0}  # type: ignore[operator]
         (moved,) = reshard_loader_states([state], 0, world) or [None]
         assert moved is not None
         ranks = [
@@ -78,7 +82,7 @@ def test_no_rank_has_a_batch_more_than_another_and_loses_it(
 
 
 def test_samplers_with_an_order_for_each_rank_cannot_be_gone_on_with_by_others() -> None:
-    assert get_shared_order(DataLoader(Rows(ROWS), BATCH, shuffle=True)) is None
+    assert get_distributed_sampler_state(DataLoader(Rows(ROWS), BATCH, shuffle=True)) is None
     assert reshard_loader_states([{"created": {}, "begun": None, "given": 3, "order": None}], 0, 2) is None
     assert reshard_loader_states([None], 0, 2) is None
     assert reshard_loader_states([{"ended": ["state"]}], 0, 2) == [{"ended": []}]
@@ -156,7 +160,9 @@ def test_a_rank_continues_again_and_again_where_its_share_was_left(
         sampler: DistributedSampler[torch.Tensor] = DistributedSampler(Rows(ROWS), 3, 1, seed=4)
         return make_resumable(DataLoader(sampler.dataset, batch_size, sampler=sampler))
 
-    (state,) = reshard_loader_states([{"given": 3, "order": get_shared_order(loader(0, 2))}], 1, 3) or [None]
+    (state,) = reshard_loader_states([{"given": 3, "order": get_distributed_sampler_state(loader(0, 2))}], 1, 3) or [
+        None
+    ]
     expected: list[Any] = build_remaining_batches(state or {}, Rows(ROWS), batch_size)
     found: list[list[float]] = []
     for count in (*given, len(expected) - sum(given)):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_pipe.recsys.dynamic.cache.initial_values import InitialValues
 from lightning_pipe.recsys.dynamic.cache.row_cache import RowCache
-from lightning_pipe.recsys.dynamic.cache.ticket import PinnedBatchSlots
+from lightning_pipe.recsys.dynamic.cache.ticket import PinnedCacheSlots
 from lightning_pipe.recsys.dynamic.store.buffered_store import SharedStore, TableStore
 from tests.recsys.dynamic.memory_store import MemoryStore
 
@@ -38,10 +38,10 @@ class Table:
             **options,
         )
 
-    def prefetch(self, *ids: int) -> PinnedBatchSlots:
+    def prefetch(self, *ids: int) -> PinnedCacheSlots:
         return self.cache.prefetch(torch.tensor(ids, dtype=torch.int64))
 
-    def backward(self, ticket: PinnedBatchSlots) -> None:
+    def backward(self, ticket: PinnedCacheSlots) -> None:
         rows = ticket.slots.unique()
         self.weights[rows] += 1
         self.states[rows] += 1

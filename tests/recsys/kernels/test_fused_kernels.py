@@ -11,7 +11,7 @@ import torchrec
 from lightning_pipe.recsys.kernels.fused_kernels import (
     clear_prefetches,
     find_fused_kernels,
-    hide_module_prefetches,
+    hide_prefetch_queues_of_modules,
     moves_rows_at_zero_gradient,
     preserve_pending_lookups,
 )
@@ -91,7 +91,7 @@ def test_a_lookup_between_a_prefetch_and_its_own_leaves_what_was_prefetched() ->
     (kernel,) = find_fused_kernels(module)
     expected = module(batch.sparse).wait().values()
     kernel.timesteps_prefetched, kernel.lxu_cache_locations_list = [7], [torch.zeros(1)]
-    with hide_module_prefetches([module]):
+    with hide_prefetch_queues_of_modules([module]):
         assert torch.equal(module(batch.sparse).wait().values(), expected)
         kernel.timesteps_prefetched.append(8)  # of an evaluation that is given up
     assert kernel.timesteps_prefetched == [7]

@@ -252,7 +252,7 @@ def _norms(case: NormCase) -> tuple[list[float], list[str]]:
     for batch in case.data(3):
         splits = rewrite.start_input_dist(batch)
         embeddings = rewrite.lookup(rewrite.wait_inputs(rewrite.wait_splits(splits)))
-        with rewrite.serving_embeddings(embeddings, batch):
+        with rewrite.using_looked_up_embeddings(embeddings, batch):
             loss = model.module(batch)
         loss.backward()
         before = {name: model.full_table(name) for name in model.tables}
@@ -343,12 +343,16 @@ def test_a_discarded_batch_leaves_neither_gradients_nor_a_counted_step(one_rank:
     kernels = [one for module in model.sharded_modules.values() for one in find_fused_kernels(module)]
     assert [(int(one.iter), int(one.iter_cpu)) for one in kernels] == [(0, 0)] * len(kernels)
     # A batch that is trained counts, and one that is only evaluated has nothing to take back.
-    with rewrite.serving_embeddings(Embeddings(ModuleInputs(batch, PostprocessResults({}))), batch) as embeddings:
+    with rewrite.using_looked_up_embeddings(
+        Embeddings(ModuleInputs(batch, PostprocessResults({}))), batch
+    ) as embeddings:
         model.module(batch).backward()
     rewrite.run_embedding_backward(embeddings)
     with (
         torch.no_grad(),
-        rewrite.serving_embeddings(Embeddings(ModuleInputs(batch, PostprocessResults({}))), batch) as embeddings,
+        rewrite.using_looked_up_embeddings(
+            Embeddings(ModuleInputs(batch, PostprocessResults({}))), batch
+        ) as embeddings,
     ):
         model.module(batch)
     rewrite.tables_backward.discard(embeddings)

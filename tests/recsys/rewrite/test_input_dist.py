@@ -179,7 +179,7 @@ def fused(rank: int, world: int) -> dict[str, Any]:
         counts["evaluation on the input group"], sent = any(on_input for _, on_input in sent), []
         embeddings = rewrite.lookup(found[0])
         counts["lookup on the input group"] = any(on_input for _, on_input in sent)
-    with rewrite.serving_embeddings(embeddings, data[1]):
+    with rewrite.using_looked_up_embeddings(embeddings, data[1]):
         loss = model(data[1])
     loss.backward()
     rewrite.run_embedding_backward(embeddings)

@@ -225,11 +225,11 @@ def evaluation(used: dict[str, Any]) -> dict[str, bool]:
     with torch.inference_mode():
         inferred = float(model(data[0]))
         ahead_too = rewrite.lookup(rewrite.wait_inputs(rewrite.wait_splits(rewrite.start_input_dist(data[0]))))
-        with rewrite.serving_embeddings(ahead_too, data[0]):
+        with rewrite.using_looked_up_embeddings(ahead_too, data[0]):
             pipelined = float(model(data[0]))
     after = [int(kernel.iter_cpu) for entry in rewrite.sharded_modules.values() for kernel in find_fused_kernels(entry)]
     embeddings = rewrite.lookup(rewrite.wait_inputs(rewrite.wait_splits(ahead)))
-    with rewrite.serving_embeddings(embeddings, data[2]):
+    with rewrite.using_looked_up_embeddings(embeddings, data[2]):
         loss = model(data[2])
     loss.backward()
     rewrite.run_embedding_backward(embeddings)
@@ -250,7 +250,7 @@ def scaled(used: dict[str, Any]) -> dict[str, bool]:
         rewrite = ModelRewrite(model, **used, method="direct")
         (batch,) = batches(1)
         embeddings = rewrite.lookup(rewrite.wait_inputs(rewrite.wait_splits(rewrite.start_input_dist(batch))))
-        with rewrite.serving_embeddings(embeddings, batch):
+        with rewrite.using_looked_up_embeddings(embeddings, batch):
             loss = model(batch)
         loss.backward()
         assert len(embeddings.gradient_tensors()) == 2
@@ -273,7 +273,7 @@ def unused(used: dict[str, Any]) -> list[bool]:
         rewrite = ModelRewrite(model, **used, method="direct")
         (batch,) = batches(1)
         embeddings = rewrite.lookup(rewrite.wait_inputs(rewrite.wait_splits(rewrite.start_input_dist(batch))))
-        with rewrite.serving_embeddings(embeddings, batch):
+        with rewrite.using_looked_up_embeddings(embeddings, batch):
             model(batch)
         rewrite.run_embedding_backward(embeddings, agree_unused=agree)
         found.append(any(bool(value.isnan().any()) for value in table_values(model).values()))
@@ -302,7 +302,7 @@ def restored(used: dict[str, Any]) -> dict[str, bool]:
         model(data[0])
     rewrite.attach()
     embeddings = rewrite.lookup(rewrite.wait_inputs(rewrite.wait_splits(ahead)))
-    with rewrite.serving_embeddings(embeddings, data[2]):
+    with rewrite.using_looked_up_embeddings(embeddings, data[2]):
         loss = model(data[2])
     loss.backward()
     rewrite.run_embedding_backward(embeddings)
@@ -323,7 +323,7 @@ def wrong_piece(used: dict[str, Any]) -> str:
     first, second = batches(2)
     embeddings = rewrite.lookup(rewrite.wait_inputs(rewrite.wait_splits(rewrite.start_input_dist(first))))
     try:
-        with rewrite.serving_embeddings(embeddings, first):
+        with rewrite.using_looked_up_embeddings(embeddings, first):
             model(second)
     except InputError as error:
         return str(error)

@@ -115,7 +115,7 @@ def open_store(folder: Path) -> RocksDbStore:
 def read_store(folder: Path, version: int | None) -> Any:
     store = open_store(folder)
     try:
-        state = store.commit_state
+        state = store.store_state
         store.recover(state.committed if version is None else version)
         rows = {
             (table, key): record.tobytes()

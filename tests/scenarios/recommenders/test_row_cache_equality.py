@@ -20,7 +20,7 @@ from lightning_pipe.recsys.dynamic.cache.host_rows import HostRows
 from lightning_pipe.recsys.dynamic.cache.id_map import DeviceIdMap
 from lightning_pipe.recsys.dynamic.cache.initial_values import InitialValues, Normal
 from lightning_pipe.recsys.dynamic.cache.row_cache import RowCache
-from lightning_pipe.recsys.dynamic.cache.ticket import PinnedBatchSlots
+from lightning_pipe.recsys.dynamic.cache.ticket import PinnedCacheSlots
 from lightning_pipe.recsys.dynamic.store import buffered_store
 from lightning_pipe.recsys.dynamic.store.buffered_store import Change, SharedStore, TableStore
 from lightning_pipe.recsys.dynamic.tables.batch_ids import prefetch_with_device_lookup
@@ -113,27 +113,27 @@ class Run:
             ids=DeviceIdMap(one.capacity, torch.device("cpu")) if one.ids_on_device else None,
         )
 
-    def prefetch(self, ids: Sequence[int]) -> PinnedBatchSlots:
+    def prefetch(self, ids: Sequence[int]) -> PinnedCacheSlots:
         """On the device as batches are; in one of three calls as the cache alone does it."""
         keys = torch.tensor(ids, dtype=torch.int64)
         self.prefetches += 1
         if self.cache.ids is None or self.prefetches % 3 == 0:
             return self.cache.prefetch(keys)
-        tickets: list[tuple[RowCache, PinnedBatchSlots]] = []
+        tickets: list[tuple[RowCache, PinnedCacheSlots]] = []
         (slots,) = prefetch_with_device_lookup([(self.cache, self.cache.ids, keys)], tickets)
         ticket = tickets[0][1]
         ticket.slots = slots
         return ticket
 
-    def begin(self, ids: list[int], ticket: PinnedBatchSlots, step: int) -> Begun:
+    def begin(self, ids: list[int], ticket: PinnedCacheSlots, step: int) -> Begun:
         self.cache.begin_batch_and_count_ids(ticket, step)
         return self.reference.begin(ids, step)
 
-    def looked_up(self, ids: list[int], ticket: PinnedBatchSlots) -> None:
+    def looked_up(self, ids: list[int], ticket: PinnedCacheSlots) -> None:
         if ids:
             assert torch.equal(self.columns[0][ticket.slots], self.reference.weights(ids))
 
-    def train(self, ids: list[int], ticket: PinnedBatchSlots, begun: Begun) -> None:
+    def train(self, ids: list[int], ticket: PinnedCacheSlots, begun: Begun) -> None:
         """What a fused backward does: the columns of the batch's distinct rows change in place."""
         place = dict(zip(ids, ticket.slots.tolist(), strict=True))
         slots = torch.tensor([place[key] for key in begun.ids], dtype=torch.int64)
@@ -194,8 +194,8 @@ def test_any_order_of_calls_trains_as_a_table_without_a_cache(
         monkeypatch.setattr(module, "_CHUNK", 5)
     chance = random.Random(seed)
     run = Run(Settings.random(chance))
-    to_come: deque[tuple[list[int], PinnedBatchSlots]] = deque()
-    begun: deque[tuple[list[int], PinnedBatchSlots, Begun]] = deque()
+    to_come: deque[tuple[list[int], PinnedCacheSlots]] = deque()
+    begun: deque[tuple[list[int], PinnedCacheSlots, Begun]] = deque()
     step = last = 0
     for _ in range(STEPS):
         # Any number of batches ahead, from none to all.
@@ -232,7 +232,7 @@ def test_any_order_of_calls_trains_as_a_table_without_a_cache(
     run.check_store()
 
 
-def _abandon(chance: random.Random, run: Run, ticket: PinnedBatchSlots) -> None:
+def _abandon(chance: random.Random, run: Run, ticket: PinnedCacheSlots) -> None:
     if chance.random() < 0.5:
         run.cache.end_untrained(ticket)
     else:
@@ -242,8 +242,8 @@ def _abandon(chance: random.Random, run: Run, ticket: PinnedBatchSlots) -> None:
 def _checkpoint(
     chance: random.Random,
     run: Run,
-    to_come: deque[tuple[list[int], PinnedBatchSlots]],
-    begun: deque[tuple[list[int], PinnedBatchSlots, Begun]],
+    to_come: deque[tuple[list[int], PinnedCacheSlots]],
+    begun: deque[tuple[list[int], PinnedCacheSlots, Begun]],
 ) -> None:
     """The store has what was trained, and training goes on: with the cache, or from the store with another."""
     for _, _, found in reversed(begun):
@@ -273,10 +273,10 @@ class _Worker:
     """Prefetches in a thread of its own, at most so many batches ahead."""
 
     def __init__(
-        self, prefetch: Callable[[list[int]], PinnedBatchSlots], batches: Sequence[list[int]], depth: int
+        self, prefetch: Callable[[list[int]], PinnedCacheSlots], batches: Sequence[list[int]], depth: int
     ) -> None:
         self._prefetch, self._batches = prefetch, batches
-        self._tickets: list[PinnedBatchSlots | BaseException | None] = [None] * len(batches)
+        self._tickets: list[PinnedCacheSlots | BaseException | None] = [None] * len(batches)
         self._ready = [threading.Event() for _ in batches]
         self._room = threading.Semaphore(depth)
         self._closed = False
@@ -302,10 +302,10 @@ class _Worker:
                 self._tickets[at] = error
             self._ready[at].set()
 
-    def ticket(self, at: int) -> PinnedBatchSlots:
+    def ticket(self, at: int) -> PinnedCacheSlots:
         assert self._ready[at].wait(HANG)
         found, self._tickets[at] = self._tickets[at], None
-        assert isinstance(found, PinnedBatchSlots), found
+        assert isinstance(found, PinnedCacheSlots), found
         return found
 
     def room(self) -> None:

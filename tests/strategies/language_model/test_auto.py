@@ -166,7 +166,7 @@ def uneven_clock(rank: int) -> Callable[..., Any]:
 
 def out_of_memory_once(rank: int) -> Callable[..., None]:
     """The second rank has no memory for the first stages it is to hold."""
-    stand_in, calls = vars(stage_split)["replace_tensors_with_placeholders"], itertools.count()
+    stand_in, calls = vars(stage_split)["randomize_module_tensors"], itertools.count()
 
     def called(*args: Any) -> None:
         if rank == 1 and next(calls) == 0:
@@ -322,7 +322,7 @@ def test_what_does_not_fit_the_memory_is_left_out(found: Any) -> None:
 def with_full_memory(rank: int, world: int) -> tuple[tuple[str, ...], dict[str, Any]]:
     strategy = AutoLLMPipelineStrategy(trials=1, num_microbatches=4)
     stage_choice._SECONDS, stage_choice._ROUNDS = 0.0, 1
-    with mock.patch.object(stage_split, "replace_tensors_with_placeholders", out_of_memory_once(rank)):
+    with mock.patch.object(stage_split, "randomize_module_tensors", out_of_memory_once(rank)):
         trained(Tiny(), strategy, row_batches(1))
     assert strategy.choice is not None
     return strategy.choice.notes, arguments_of(strategy)

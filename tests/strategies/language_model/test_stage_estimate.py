@@ -22,7 +22,7 @@ from lightning_pipe.llm.model.module_config import PPModuleConfig
 from lightning_pipe.llm.schedules.specs import SCHEDULES
 from lightning_pipe.strategies.language_model.stage_estimate import (
     StageEstimate,
-    UnsupportedScheduleEntry,
+    UnsupportedScheduleReason,
     compare_schedules,
     estimate_schedule_memory_and_bubble,
     estimate_stages,
@@ -183,7 +183,7 @@ def test_ranks_share_the_work_of_layers_but_not_that_of_the_head() -> None:
 
 def test_every_schedule_is_compared_or_refused() -> None:
     found = compare_schedules(CONFIG, 2, 3, FOOTPRINTS, STATES)
-    refused = {one.schedule: one.reason for one in found if isinstance(one, UnsupportedScheduleEntry)}
+    refused = {one.schedule: one.reason for one in found if isinstance(one, UnsupportedScheduleReason)}
     assert list(refused) == ["dualpipev"]
     assert "needs at least one for each of the 4 stages" in refused["dualpipev"]
     others = [one.candidate.spec.name for one in found if isinstance(one, SchedulePrediction)]

@@ -32,8 +32,8 @@ from lightning_pipe.recsys.dynamic.cache.id_map import DeviceIdMap, Slots
 from lightning_pipe.recsys.dynamic.cache.initial_values import InitialValues
 from lightning_pipe.recsys.dynamic.cache.row_columns import RowColumns
 from lightning_pipe.recsys.dynamic.cache.row_headers import COPIED, HEADER_BYTES, BatchStart, RowHeaders, headers_of
-from lightning_pipe.recsys.dynamic.cache.row_slots import CacheStats, RepeatedTraining, RowSlots
-from lightning_pipe.recsys.dynamic.cache.ticket import OpenBatch, PinnedBatchSlots
+from lightning_pipe.recsys.dynamic.cache.row_slots import CacheStats, RepeatedTrainingState, RowSlots
+from lightning_pipe.recsys.dynamic.cache.ticket import OpenBatch, PinnedCacheSlots
 from lightning_pipe.recsys.dynamic.store.buffered_store import Change, TableStore
 from lightning_pipe.recsys.dynamic.store.row_files import StoredRows
 from lightning_pipe.recsys.dynamic.store.row_store import Keys, Records
@@ -72,7 +72,7 @@ class RowCache:
         self.ids = ids
         # Lock of rows, which may be held from DeviceIdMap.lookup to DeviceIdMap.apply.
         self.row_lock = threading.RLock()
-        self._repeated_training: RepeatedTraining | None = None
+        self._repeated_training: RepeatedTrainingState | None = None
         # Lock of headers and open batches, held only briefly. A finalizer never waits for it.
         self._lock = threading.Lock()
         # Open batches, in the order of their prefetches, and batches to end, by the next holder of the lock.
@@ -91,27 +91,27 @@ class RowCache:
 
     # Called on any thread, for later batches.
 
-    def prefetch(self, keys: Tensor) -> PinnedBatchSlots:
+    def prefetch(self, keys: Tensor) -> PinnedCacheSlots:
         """Cache the rows of a batch's ids and pin them until the ticket ends."""
         ids = keys.detach().cpu().numpy()
         with self.row_lock:
             slots, rows, missing = self._slots.touch(ids)
             brought, batch = self._pin(rows, ids[missing])
             slots[missing] = brought
-            return PinnedBatchSlots(torch.from_numpy(slots), batch, self._dropped)
+            return PinnedCacheSlots(torch.from_numpy(slots), batch, self._dropped)
 
-    def pin(self, summary: Tensor) -> PinnedBatchSlots:
+    def pin(self, summary: Tensor) -> PinnedCacheSlots:
         """Same as ``prefetch``, after :meth:`DeviceIdMap.lookup`; the ticket has only the slots of ids without one."""
         assert self.ids is not None
         with self.row_lock:
             brought, batch = self._pin(*self._slots.record_slot_use(self.ids, summary))
-            return PinnedBatchSlots(torch.from_numpy(brought), batch, self._dropped)
+            return PinnedCacheSlots(torch.from_numpy(brought), batch, self._dropped)
 
     def _pin(self, rows: Slots, missing: Keys) -> tuple[Slots, OpenBatch]:
         """Pin *rows*, and the rows of *missing* ids, whose slots are returned."""
         batch = OpenBatch(rows)
         with self._lock:
-            self._end_dropped_and_retry_init()
+            self._end_dropped_batches_and_retry_init()
             self._open[batch] = None
         try:
             if not missing.size:
@@ -127,13 +127,13 @@ class RowCache:
 
     def _get_pinned_slot_mask(self) -> tuple[npt.NDArray[np.bool_], int]:
         with self._lock:
-            self._end_dropped_and_retry_init()
+            self._end_dropped_batches_and_retry_init()
             pinned = np.zeros(self.capacity, bool)
             for batch in self._open:
                 pinned[batch.rows] = True
             return pinned, len(self._open) - 1
 
-    def _end_dropped_and_retry_init(self) -> None:
+    def _end_dropped_batches_and_retry_init(self) -> None:
         """End dropped batches and restart rows that are due, before rows are read. Requires the lock."""
         self._end_dropped_batches()
         self._slots.retry_initialization()
@@ -158,7 +158,7 @@ class RowCache:
         begun = [(batch, batch.begun) for batch in self._open if batch.begun is not None]
         return sorted(begun, key=lambda pair: pair[1].step)
 
-    def _get_open_batch(self, ticket: PinnedBatchSlots) -> OpenBatch:
+    def _get_open_batch(self, ticket: PinnedCacheSlots) -> OpenBatch:
         if ticket.batch.ended:
             raise PlanError(
                 f"table {self.table!r}: the rows of a batch in flight were replaced or released before it was trained;"
@@ -168,10 +168,10 @@ class RowCache:
 
     # Called on the main thread, in the order of training.
 
-    def begin_batch_and_count_ids(self, ticket: PinnedBatchSlots, step: int) -> None:
+    def begin_batch_and_count_ids(self, ticket: PinnedCacheSlots, step: int) -> None:
         """Begin the batch that is trained next: count its rows, restart expired ones and admit rows."""
         with self._lock:
-            self._end_dropped_and_retry_init()
+            self._end_dropped_batches_and_retry_init()
             batch = self._get_open_batch(ticket)
             suspended = () if self._repeated_training is None else self._repeated_training.suspended
             open_steps = [begun.step for open_batch, begun in self._list_begun_batches() if open_batch not in suspended]
@@ -187,15 +187,15 @@ class RowCache:
             self._slots.initialize_rows(batch.begun.expired)
             self._slots.stats.expired += len(batch.begun.expired)
 
-    def reset_expired_rows(self, ticket: PinnedBatchSlots, step: int) -> None:
+    def reset_expired_rows(self, ticket: PinnedCacheSlots, step: int) -> None:
         """Restart expired rows before the lookup of a batch that is not trained, so that it reads initial values."""
         with self._lock:
-            self._end_dropped_and_retry_init()
+            self._end_dropped_batches_and_retry_init()
             expired = self._headers.select_expired(self._get_open_batch(ticket).rows, step)
             if expired.size:
                 self._slots.reset_rows(expired)
 
-    def end_trained(self, ticket: PinnedBatchSlots) -> None:
+    def end_trained(self, ticket: PinnedCacheSlots) -> None:
         """End a batch after its backward: unpin its rows, and reset rows that are not admitted to initial values."""
         with self._lock:
             self._end_dropped_batches()
@@ -207,7 +207,7 @@ class RowCache:
             self._columns.order_after(self._columns.record_event())
             self._end(batch)
 
-    def end_untrained(self, ticket: PinnedBatchSlots) -> None:
+    def end_untrained(self, ticket: PinnedCacheSlots) -> None:
         """End a batch that is not trained: unpin its rows and revert the counts of ``begin``, but no updates of rows.
 
         May be called on any thread, in finalizers, and for tickets that have ended.
@@ -257,7 +257,7 @@ class RowCache:
         self._below.mark_stored()
 
     def _changes(self) -> Iterator[Change]:
-        self._end_dropped_and_retry_init()
+        self._end_dropped_batches_and_retry_init()
         # Undo from the last batch to the first, then restore in the opposite order.
         begun: list[tuple[Slots, npt.NDArray[np.int64]]] = []
         for batch, noted in reversed(self._list_begun_batches()):
@@ -282,13 +282,15 @@ class RowCache:
             self._below.clear_host_memory()
 
     def set_repeated_training(self, repeats_training: bool) -> None:
-        """Begin or end a :class:`~lightning_pipe.recsys.dynamic.cache.row_slots.RepeatedTraining`."""
+        """Begin or end a :class:`~lightning_pipe.recsys.dynamic.cache.row_slots.RepeatedTrainingState`."""
         with self.row_lock, self._lock:
             if repeats_training:
                 self._below.flush()  # what is written from now on is dropped at the end
             missing = 1 - self.stats.hits / max(1, self.stats.ids)
             brought = np.zeros(self.capacity, bool)
-            self._repeated_training = RepeatedTraining(list(self._open), missing, brought) if repeats_training else None
+            self._repeated_training = (
+                RepeatedTrainingState(list(self._open), missing, brought) if repeats_training else None
+            )
 
     def evict_before_repeated_prefetch(self, keys: Tensor) -> None:
         """Evict rows before a prefetch of *keys*, if the cache is in repeated training."""
@@ -301,7 +303,7 @@ class RowCache:
     def snapshot(self) -> tuple[Any, ...]:
         """Copy of all cached rows in host memory, and of the state of the cache."""
         with self.row_lock, self._lock:
-            self._end_dropped_and_retry_init()
+            self._end_dropped_batches_and_retry_init()
             self._below.flush()
             return list(self._open), self._slots.snapshot()
 
@@ -322,7 +324,7 @@ class RowCache:
             return 0
         with self.row_lock:
             with self._lock:
-                self._end_dropped_and_retry_init()
+                self._end_dropped_batches_and_retry_init()
                 cached = self._headers.select_expired(np.flatnonzero(self._slots.used()), step)
                 self._slots.reset_rows(cached)
                 self._slots.write_back(cached)

@@ -38,21 +38,21 @@ class RowColumns:
     def read(self, rows: Slots) -> Tensor:
         """Read the bytes of *rows*: uint8 on the CPU, [rows, width]."""
         self._make_stream_wait_for_events()
-        index = self._copy_slots_to_device(rows)
+        index = self._copy_slot_indices_to_device(rows)
         parts = [column.index_select(0, index) for column in self._columns]
         return torch.cat([_matrix(part).view(torch.uint8) for part in parts], dim=1).cpu()
 
     def write(self, rows: Slots, records: Records) -> None:
         """Write bytes, in the format of ``read``, to *rows*, which are distinct."""
         self._make_stream_wait_for_events()
-        index = self._copy_slots_to_device(rows)
+        index = self._copy_slot_indices_to_device(rows)
         for column, values in zip(self._columns, self.decode(records), strict=True):
             column.index_copy_(0, index, move_tensor_to_device(values, self.device))
 
     def initialize(self, rows: Slots, weights: Tensor) -> None:
         """Set *rows*, which are distinct, to new ones, with *weights* and the initial states."""
         self._make_stream_wait_for_events()
-        index = self._copy_slots_to_device(rows)
+        index = self._copy_slot_indices_to_device(rows)
         first, *states = self._columns
         values = move_tensor_to_device(weights.to(first.dtype), self.device)
         first.index_copy_(0, index, values.reshape(len(rows), *first.shape[1:]))
@@ -104,7 +104,7 @@ class RowColumns:
         elif self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def _copy_slots_to_device(self, rows: Slots) -> Tensor:
+    def _copy_slot_indices_to_device(self, rows: Slots) -> Tensor:
         return move_tensor_to_device(torch.from_numpy(rows), self.device)
 
     def _make_stream_wait_for_events(self) -> None:

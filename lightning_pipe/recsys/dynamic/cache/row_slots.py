@@ -56,7 +56,7 @@ class CacheStats:
 
 
 @dataclass
-class RepeatedTraining:
+class RepeatedTrainingState:
     """Repeated training of the same batches, as a profile does it, over a cache whose state is restored afterwards.
 
     Rows that its batches have brought leave the cache when a later batch is prefetched, so that a batch that is trained
@@ -169,9 +169,9 @@ class RowSlots:
         self.evict(candidates[chosen])
 
     def evict_before_repeated_prefetch(
-        self, repeated_training: RepeatedTraining, keys: Keys, pinned: npt.NDArray[np.bool_]
+        self, repeated_training: RepeatedTrainingState, keys: Keys, pinned: npt.NDArray[np.bool_]
     ) -> None:
-        """Evict rows before a prefetch of *keys* in repeated training, as :class:`RepeatedTraining` describes."""
+        """Evict rows before a prefetch of *keys* in repeated training, as :class:`RepeatedTrainingState` describes."""
         brought = np.flatnonzero(repeated_training.brought & self.used() & ~pinned)
         repeated_training.brought[brought] = False
         self.evict(brought)

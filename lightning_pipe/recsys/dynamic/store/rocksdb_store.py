@@ -81,7 +81,7 @@ class RocksDbStore(RowStore):
         self._waits = True  # True if the last read waited for the disk
 
     @property
-    def commit_state(self) -> StoreState:
+    def store_state(self) -> StoreState:
         return self._folder.state
 
     def write_identity(self, part: RankStoreIdentity) -> None:

@@ -51,7 +51,7 @@ class RowStore(ABC):
 
     @property
     @abstractmethod
-    def commit_state(self) -> StoreState:
+    def store_state(self) -> StoreState:
         """Current state of the store."""
 
     @abstractmethod

@@ -11,11 +11,11 @@ from torch import Tensor
 from lightning_pipe.recsys.batches.transfer import move_tensor_to_device
 from lightning_pipe.recsys.dynamic.cache.id_map import DeviceIdMap
 from lightning_pipe.recsys.dynamic.cache.row_cache import RowCache
-from lightning_pipe.recsys.dynamic.cache.ticket import PinnedBatchSlots
+from lightning_pipe.recsys.dynamic.cache.ticket import PinnedCacheSlots
 
 
 def prefetch_with_device_lookup(
-    parts: Sequence[tuple[RowCache, DeviceIdMap, Tensor]], tickets: list[tuple[RowCache, PinnedBatchSlots]]
+    parts: Sequence[tuple[RowCache, DeviceIdMap, Tensor]], tickets: list[tuple[RowCache, PinnedCacheSlots]]
 ) -> list[Tensor]:
     """Cache and pin the rows of a batch whose ids are looked up on their device."""
     with ExitStack() as stack:

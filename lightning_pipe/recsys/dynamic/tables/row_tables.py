@@ -19,7 +19,7 @@ from lightning_pipe.checkpoints.background_save import BackgroundSave
 from lightning_pipe.engine.common.errors import InputError, SetupError
 from lightning_pipe.engine.ranks.object_collectives import all_gather_objects, run_on_all_ranks
 from lightning_pipe.recsys.dynamic.cache.row_cache import RowCache
-from lightning_pipe.recsys.dynamic.cache.ticket import PinnedBatchSlots
+from lightning_pipe.recsys.dynamic.cache.ticket import PinnedCacheSlots
 from lightning_pipe.recsys.dynamic.store.buffered_store import SharedStore
 from lightning_pipe.recsys.dynamic.store.row_files import Columns, StoredRows, check_row_files, read_rows, write_rows
 from lightning_pipe.recsys.dynamic.tables.batch_ids import copy_ids_to_host, prefetch_with_device_lookup
@@ -38,7 +38,7 @@ class BatchRows:
     def __init__(
         self,
         features: KeyedJaggedTensor | None,
-        tickets: Sequence[tuple[RowCache, PinnedBatchSlots]],
+        tickets: Sequence[tuple[RowCache, PinnedCacheSlots]],
         tables: RowTables,
         error: Exception | None = None,
     ) -> None:
@@ -114,7 +114,7 @@ class RowTables:
         self._uncommitted = 0
         self._module_seed = self._seed = seed
         self._reseed = reseed
-        self._existing_rows: ExistingRows = existing_rows if store.base.commit_state.committed > 0 else "keep"
+        self._existing_rows: ExistingRows = existing_rows if store.base.store_state.committed > 0 else "keep"
         # True if the store may differ from the last commit.
         self._changed = False
         # The keys of a table are adjacent, so its ids are one contiguous slice of the values.
@@ -160,7 +160,7 @@ class RowTables:
     def prefetch(self, features: KeyedJaggedTensor, *, replay: bool = False) -> BatchRows:
         """Cache the rows of a batch and pin them until the batch ends. Does not communicate."""
         offsets = features.offset_per_key()
-        tickets: list[tuple[RowCache, PinnedBatchSlots]] = []
+        tickets: list[tuple[RowCache, PinnedCacheSlots]] = []
         try:
             self._apply_existing_rows_option()
             self._changed = True
@@ -257,11 +257,16 @@ class RowTables:
         self._run_on_all_ranks(self._ready)
         self._uncommitted, self._due = 0, False
         self._dump = RowCommit(
-            self.caches, self._store, self.group, self.description, self.get_training_progress(), self._set_rows_stored
+            self.caches,
+            self._store,
+            self.group,
+            self.description,
+            self.get_training_progress(),
+            self._set_all_rows_stored_flag,
         )
         return self._dump
 
-    def _set_rows_stored(self, complete: bool) -> None:
+    def _set_all_rows_stored_flag(self, complete: bool) -> None:
         """Called when rows are copied or flushed, and if they could not be written."""
         self._changed = not complete
 

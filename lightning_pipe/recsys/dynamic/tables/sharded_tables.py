@@ -26,7 +26,7 @@ from lightning_pipe.engine.ranks.object_collectives import all_reduce_any_async,
 from lightning_pipe.engine.runtime.record_stream import record_stream
 from lightning_pipe.recsys.dynamic.tables.id_mixing import mix
 from lightning_pipe.recsys.dynamic.tables.row_tables import BatchRows, RowTables, end_lookups
-from lightning_pipe.recsys.kernels.row_adam import get_row_optimizer
+from lightning_pipe.recsys.kernels.row_adam import get_attached_row_optimizer
 from lightning_pipe.recsys.modules.dynamic_modules import (
     DynamicEmbeddingBagCollection,
     DynamicEmbeddingCollection,
@@ -66,7 +66,7 @@ class ShardedDynamicModule:
     def table_columns(self) -> Iterator[tuple[str, list[str], list[torch.Tensor]]]:
         """Yield this rank's tables in the order of the distributed features."""
         for fused, tables in kernels_of(self):
-            row_adam = get_row_optimizer(fused)
+            row_adam = get_attached_row_optimizer(fused)
             states = fused.split_optimizer_states() if row_adam is None else row_adam.states
             for index, (table, weights) in enumerate(zip(tables, fused.split_embedding_weights(), strict=True)):
                 tensors = [weights, *(states[index] if states else ())]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_pipe.engine.common.errors import InputError, PlanError
 from lightning_pipe.recsys.dynamic.cache.id_map import LAST_TICK
-from lightning_pipe.recsys.dynamic.cache.ticket import PinnedBatchSlots
+from lightning_pipe.recsys.dynamic.cache.ticket import PinnedCacheSlots
 from tests.patience import HANG
 from tests.recsys.dynamic.small_table import Table, first_values
 
@@ -159,7 +159,7 @@ def test_a_ticket_that_is_forgotten_is_discarded() -> None:
 
 
 def test_a_discard_in_a_finalizer_that_interrupts_the_cache_does_not_wait() -> None:
-    held: list[PinnedBatchSlots] = []
+    held: list[PinnedCacheSlots] = []
 
     def interrupting(ids: Tensor) -> Tensor:
         if held:
@@ -269,7 +269,7 @@ def test_training_goes_on_while_a_prefetch_waits_for_the_disk() -> None:
 
     ticket = table.prefetch(1)
     table.store.read = slow  # type: ignore[method-assign, assignment]
-    found: list[PinnedBatchSlots] = []
+    found: list[PinnedCacheSlots] = []
     worker = threading.Thread(target=lambda: found.append(table.prefetch(1, 3)))
     worker.start()
     assert reading.wait(HANG)
