@@ -7,11 +7,11 @@ from typing import Any
 import yaml
 
 from lightning_pipe.engine.planning.costs import TaskCost
-from lightning_pipe.engine.planning.costs_yaml import CostsFile
+from lightning_pipe.engine.planning.costs_yaml import CostsSpec
 from lightning_pipe.engine.planning.network import Collective
 
 
-def dump_costs(costs: CostsFile) -> str:
+def dump_costs(costs: CostsSpec) -> str:
     """YAML text from which ``load_costs`` reads the same costs, up to rounding to six digits."""
     content: dict[str, Any] = {}
     if costs.between_periods:

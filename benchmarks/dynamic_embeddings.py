@@ -137,7 +137,7 @@ def fill(sharded: ShardedModel, rows: int) -> None:
     for first in range(0, rows, cache.capacity // 4):
         keys = mix(torch.arange(first, min(rows, first + cache.capacity // 4)) * SPREAD)
         ticket = cache.prefetch(keys)
-        cache.begin(ticket, tables.next_step())
+        cache.begin_batch_and_count_ids(ticket, tables.next_step())
         cache.end_trained(ticket)
     tables.commit()
 
@@ -288,7 +288,7 @@ def lookup(folder: Path, options: argparse.Namespace) -> list[Figure]:
         begin = time.perf_counter()
         ticket = cache.prefetch(mixed)
         times["ids to slots"].append((time.perf_counter() - begin) / count * 1e9)
-        cache.discard(ticket)
+        cache.end_untrained(ticket)
         steps: dict[str, Callable[[KeyedJaggedTensor], Any]] = {
             "EmbeddingBag": lambda features: plain(features.values(), offsets[:-1]),
             "slots": kernel,
@@ -303,7 +303,7 @@ def lookup(folder: Path, options: argparse.Namespace) -> list[Figure]:
                 begin = time.perf_counter()
                 steps[name](features)
                 times[name].append(time.perf_counter() - begin)
-            cache.discard(rows)
+            cache.end_untrained(rows)
     for name, seconds in times.items():
         low, middle, high = statistics.quantiles(seconds, n=4)
         unit, scale = ("ns an id", 1.0) if name == "ids to slots" else ("us", 1e6)

@@ -58,8 +58,8 @@ class ForwardBytes(LiveBytes):
         self._running = None
         self.after_forwards.append(dict(self.of_forwards))
 
-    def _count(self, tensor: Tensor, key: int) -> None:
-        super()._count(tensor, key)
+    def _add_storage_bytes(self, tensor: Tensor, key: int) -> None:
+        super()._add_storage_bytes(tensor, key)
         if self._running is not None:
             self._forwards[key] = self._running
             self._add(self._sizes[key], self._running)

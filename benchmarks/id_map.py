@@ -32,8 +32,8 @@ from benchmarks.quiet import QuietRuns
 from lightning_pipe.recsys.dynamic.cache.id_map import id_map
 from lightning_pipe.recsys.dynamic.cache.initial_values import InitialValues, Normal, Uniform
 from lightning_pipe.recsys.dynamic.cache.row_cache import RowCache
-from lightning_pipe.recsys.dynamic.store.buffered_store import SharedStore, StoredTable
-from lightning_pipe.recsys.dynamic.store.row_store import Keys, Records, RowStore, StoreIdentity, StoreState
+from lightning_pipe.recsys.dynamic.store.buffered_store import SharedStore, TableStore
+from lightning_pipe.recsys.dynamic.store.row_store import Keys, RankStoreIdentity, Records, RowStore, StoreState
 from lightning_pipe.recsys.kernels import native
 
 LIMIT = 25.0  # ns an id
@@ -64,7 +64,7 @@ def known(rows: int, batches: int, sizes: list[int], quiet: QuietRuns) -> list[F
     source = np.random.default_rng(0)
     keys = source.integers(-(2**63), 2**63 - 1, rows)
     cache = _cache(rows, 1)
-    cache.discard(cache.prefetch(torch.from_numpy(keys)))
+    cache.end_untrained(cache.prefetch(torch.from_numpy(keys)))
     table = id_map(rows)
     table.insert(keys, np.arange(rows))
     order, slots = torch.from_numpy(keys).sort()
@@ -83,7 +83,7 @@ def known(rows: int, batches: int, sizes: list[int], quiet: QuietRuns) -> list[F
 
                 def once(batch: Tensor = batch, ids: list[int] = ids, step: int = step) -> list[float]:
                     return [
-                        _time(lambda: cache.discard(cache.prefetch(batch))),
+                        _time(lambda: cache.end_untrained(cache.prefetch(batch))),
                         _begun(cache, batch, step),
                         _time(lambda: table.find(batch.numpy())),
                         _time(lambda: slots[torch.searchsorted(order, batch)]),
@@ -117,7 +117,7 @@ def coming(rows: int, width: int) -> None:
             begun = time.perf_counter_ns()
             ticket = cache.prefetch(torch.from_numpy(ids))
             times.append(time.perf_counter_ns() - begun)
-            cache.begin(ticket, step)
+            cache.begin_batch_and_count_ids(ticket, step)
             cache.end_trained(ticket)
         stats = cache.stats
         came = stats.created - rows
@@ -142,7 +142,7 @@ def _cache(rows: int, width: int, policy: str = "lru") -> RowCache:
     return RowCache(
         "table",
         columns,
-        StoredTable(SharedStore(_Nothing(2 * width * 4 + 16)), "table"),
+        TableStore(SharedStore(_Nothing(2 * width * 4 + 16)), "table"),
         initial=InitialValues("table", width, Uniform(-0.1, 0.1)),
         state_fill=[0.0],
         policy="lfu" if policy == "lfu" else "lru",
@@ -153,7 +153,7 @@ def _cache(rows: int, width: int, policy: str = "lru") -> RowCache:
 def _begun(cache: RowCache, batch: Tensor, step: int) -> float:
     ticket = cache.prefetch(batch)
     begun = time.perf_counter_ns()
-    cache.begin(ticket, step)
+    cache.begin_batch_and_count_ids(ticket, step)
     cache.end_trained(ticket)
     return time.perf_counter_ns() - begun
 
@@ -176,10 +176,10 @@ class _Nothing(RowStore):
         self._width = width
 
     @property
-    def state(self) -> StoreState:
+    def store_state(self) -> StoreState:
         return StoreState(0, None)
 
-    def join_run(self, part: StoreIdentity) -> None: ...
+    def write_identity(self, part: RankStoreIdentity) -> None: ...
 
     def recover(self, version: int) -> None: ...
 
@@ -190,7 +190,7 @@ class _Nothing(RowStore):
 
     def erase(self, table: str, keys: Keys) -> None: ...
 
-    def prepare(self, version: int, notes: Mapping[str, str] | None = None) -> None: ...
+    def prepare_commit(self, version: int, notes: Mapping[str, str] | None = None) -> None: ...
 
     def commit(self, version: int) -> None: ...
 

@@ -43,9 +43,9 @@ CASES: list[dict[str, Any]] = [
 class RealBytes(LiveBytes):
     """Counts live bytes without fake tensors, from which the strategy derives shapes."""
 
-    def _count(self, tensor: torch.Tensor, key: int) -> None:
+    def _add_storage_bytes(self, tensor: torch.Tensor, key: int) -> None:
         if not isinstance(tensor, FakeTensor):
-            super()._count(tensor, key)
+            super()._add_storage_bytes(tensor, key)
 
 
 class Counting(pl.Callback):

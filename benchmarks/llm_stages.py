@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 from benchmarks.llm_step_time import VOCABULARY, Decoder
 from lightning_pipe.llm.losses.cross_entropy import summed_cross_entropy
-from lightning_pipe.llm.model.derived_config import derive_config
+from lightning_pipe.llm.model.derived_config import derive_pp_module_config
 from lightning_pipe.llm.model.meta_tensors import fake_copy
 from lightning_pipe.llm.model.shapes import StageShapes
 from lightning_pipe.llm.model.stage_module import make_stage, shallow_copy
 from lightning_pipe.llm.run.schedule_runner import ScheduleRunner, StageInputs
 from lightning_pipe.llm.schedules.specs import count_stages_per_rank, find_schedule, stages_of_rank
-from lightning_pipe.llm.split.stage_fqns import split_at
+from lightning_pipe.llm.split.stage_fqns import split_by_layer_counts
 
 
 def make_runner(name: str, width: int, layers: int) -> tuple[ScheduleRunner, dict[int, nn.Module]]:
@@ -26,8 +26,8 @@ def make_runner(name: str, width: int, layers: int) -> tuple[ScheduleRunner, dic
     count = ranks * count_stages_per_rank(spec, ranks)
     torch.manual_seed(1)
     model = Decoder(width, layers)
-    config = derive_config(model)
-    names = split_at(config, [layers // count] * count)
+    config = derive_pp_module_config(model)
+    names = split_by_layer_counts(config, [layers // count] * count)
     fake, mode = fake_copy(model)
     shapes = StageShapes(
         [make_stage(shallow_copy(fake), config, stage_names, index, count) for index, stage_names in enumerate(names)],

@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader
 
 from benchmarks.figures import Figure, add_options, at_most, median_ratio, save
 from lightning_pipe.llm.losses.cross_entropy import summed_cross_entropy
-from lightning_pipe.llm.model.derived_config import derive_config
+from lightning_pipe.llm.model.derived_config import derive_pp_module_config
 from lightning_pipe.llm.model.stage_module import make_stage
 from lightning_pipe.llm.schedules.specs import count_stages_per_rank, find_schedule, stages_of_rank
 from lightning_pipe.llm.split.stage_fqns import split_evenly
@@ -99,7 +99,7 @@ def bare(name: str, micro_batches: int, options: argparse.Namespace) -> tuple[li
     count = ranks * count_stages_per_rank(spec, ranks)
     torch.manual_seed(1)
     model = Decoder(options.width, options.layers)
-    config = derive_config(model)
+    config = derive_pp_module_config(model)
     names = split_evenly(config, count)
     rows = options.rows // micro_batches
     tokens = torch.empty(rows, options.length, dtype=torch.long, device="meta")

@@ -24,7 +24,7 @@ from itertools import repeat
 from benchmarks.figures import Figure, add_options, at_most, quartiles, save
 from benchmarks.quiet import QuietRuns
 from lightning_pipe.engine import SWPipeline
-from lightning_pipe.engine.planning.plan_choice import choose_plan, max_generated_plans
+from lightning_pipe.engine.planning.plan_choice import choose_measured_plan, max_generated_plans
 from lightning_pipe.engine.planning.simulation import simulate
 from tests.engine.synthetic import Graph, Kernel, random_graph
 
@@ -75,7 +75,7 @@ def _run_graph(graph: Graph, quiet: QuietRuns, options: argparse.Namespace) -> l
                 times[name].append(quiet.run(partial(_seconds, pipeline, options.iterations)))
     medians = {name: statistics.median(seconds) for name, seconds in times.items()}
     simulated = {name: simulate(plan, graph.costs, graph.machine).seconds_per_iteration for name, plan in plans.items()}
-    chosen = choose_plan(times, ["serial"])
+    chosen = choose_measured_plan(times, ["serial"])
     row = [f"{seconds * 1e3:.2f}" for seconds in (simulated[chosen], medians[chosen])]
     row += [f"{medians[chosen] / simulated[chosen] - 1:.1%}", f"{medians['serial'] * 1e3:.2f}"]
     row.append(str(quiet.disturbed - disturbed_before))
@@ -83,7 +83,7 @@ def _run_graph(graph: Graph, quiet: QuietRuns, options: argparse.Namespace) -> l
     print(start + "".join(f"{cell:>11}" for cell in row), flush=True)
     if options.plans:
         for name, plan in plans.items():
-            label = f"  {name}: {len(plan.thread_groups)} threads, {plan.pipeline_depth} in flight"
+            label = f"  {name}: {len(plan.thread_group_names)} threads, {plan.pipeline_depth} in flight"
             times_of = f"{simulated[name] * 1e3:11.2f}{medians[name] * 1e3:11.2f}"
             print(f"{label:38}{times_of}{medians[name] / simulated[name] - 1:11.1%}", flush=True)
     return [abs(medians[name] / simulated[name] - 1) for name in plans]

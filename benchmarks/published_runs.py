@@ -17,15 +17,18 @@ import torch
 import yaml
 
 from lightning_pipe.llm.choice.schedule_choice import ScheduleCandidate, SchedulePrediction
-from lightning_pipe.llm.measure.layer_bench import PieceResults
+from lightning_pipe.llm.measure.layer_bench import ModelPieceResults
 from lightning_pipe.llm.measure.layer_profile import Footprint, measure_footprints
 from lightning_pipe.llm.measure.rank_memory import ShardCounts, estimate_memory
 from lightning_pipe.llm.model.meta_tensors import parameters_on_meta
 from lightning_pipe.llm.schedules.simulation import list_compute_actions
 from lightning_pipe.llm.schedules.specs import SCHEDULES
 from lightning_pipe.strategies import HFCausalLM, LLMPipelineStrategy
-from lightning_pipe.strategies.language_model.stage_choice import get_or_derive_config, measure_pieces
-from lightning_pipe.strategies.language_model.stage_estimate import estimate_schedule, make_precision_plugin
+from lightning_pipe.strategies.language_model.stage_choice import get_or_derive_module_config, measure_pieces
+from lightning_pipe.strategies.language_model.stage_estimate import (
+    estimate_schedule_memory_and_bubble,
+    make_precision_plugin,
+)
 
 DATA = Path(__file__).with_suffix(".yaml")
 _WIDTH = 2  # bytes of a parameter of the measured model, in bfloat16
@@ -60,7 +63,7 @@ class Run:
         return tokens
 
     @functools.cached_property
-    def footprints(self) -> PieceResults[Footprint]:
+    def footprints(self) -> ModelPieceResults[Footprint]:
         """Footprints of a micro-batch, not shared with other ranks."""
         return footprints(
             yaml.dump(self.model), *(self.options.get(option) for option in ("rows", "length", "recompute"))
@@ -79,9 +82,9 @@ class Run:
     @functools.cached_property
     def prediction(self) -> SchedulePrediction:
         """Estimate of a step."""
-        none = PieceResults.map(lambda piece: 0, self.footprints)
+        none = ModelPieceResults.map(lambda piece: 0, self.footprints)
         pieces = replace(self.footprints, layers=tuple(map(self._slowed, self.footprints.layers)))
-        return estimate_schedule(self.candidate, self.options.get("pp", 1), pieces, none)
+        return estimate_schedule_memory_and_bubble(self.candidate, self.options.get("pp", 1), pieces, none)
 
     def _slowed(self, layer: Footprint) -> Footprint:
         """Layer whose causal attention counts ``attention`` times, as products in Float8 are faster."""
@@ -96,14 +99,14 @@ class Run:
         """Bytes of the rank that needs most."""
         sizes, candidate = self.bytes_of, self.candidate
         assert sizes is not None
-        layers = PieceResults.map(lambda piece: self._share(piece, sizes["compute"]), self.footprints)
-        ends = PieceResults.map(lambda piece: self._share(piece, sizes["ends"]), self.footprints)
+        layers = ModelPieceResults.map(lambda piece: self._share(piece, sizes["compute"]), self.footprints)
+        ends = ModelPieceResults.map(lambda piece: self._share(piece, sizes["ends"]), self.footprints)
         size, keeps = self.options.get("pp", 1), sizes.get("messages", True)
         rank_memories = estimate_memory(
             list_compute_actions(candidate.spec, size, candidate.num_microbatches, candidate.stages_per_rank),
             candidate.layers_per_stage,
-            PieceResults(ends.empty, ends.input, layers.layers, ends.output),
-            PieceResults.map(lambda piece: self._states(piece, sizes["compute"]), self.footprints),
+            ModelPieceResults(ends.empty, ends.input, layers.layers, ends.output),
+            ModelPieceResults.map(lambda piece: self._states(piece, sizes["compute"]), self.footprints),
             sharing=ShardCounts(shard=self.options.get("shard", 1)),
             keeps_messages=keeps,
         )
@@ -173,7 +176,7 @@ class Run:
 
 
 @functools.cache
-def footprints(model: str, rows: int, length: int, recompute: bool | None) -> PieceResults[Footprint]:
+def footprints(model: str, rows: int, length: int, recompute: bool | None) -> ModelPieceResults[Footprint]:
     """Footprints of the pieces of a model, given as YAML, for one micro-batch on one rank."""
     config = yaml.safe_load(model)
     count, first = config.pop("layers"), config.get("first_k_dense_replace", 0)
@@ -201,7 +204,9 @@ def footprints(model: str, rows: int, length: int, recompute: bool | None) -> Pi
     settings = LLMPipelineStrategy("gpipe", num_microbatches=1, activation_checkpoint=checkpoint).settings(1)
     tokens = torch.zeros(rows, length, dtype=torch.long)
     item = {"input_ids": tokens, "labels": tokens}
-    measured = measure_pieces(measure_footprints, module, get_or_derive_config(module), settings, precision, item)
+    measured = measure_pieces(
+        measure_footprints, module, get_or_derive_module_config(module), settings, precision, item
+    )
     last = measured.output.operations
     # The loss of HFCausalLM computes the head's product again in the backward; the published runs do not.
     output = replace(measured.output, operations=last._replace(backward=last.backward - last.forward))

@@ -82,7 +82,7 @@ class Turns(TrainingProgram):
         """True after the last block."""
         return not self._blocks
 
-    def begin(self, source: Iterator[Any]) -> TrainingContext:
+    def begin_next_batch(self, source: Iterator[Any]) -> TrainingContext:
         if not self.done:
             fill = self.pipeline.plan.pipeline_depth + 2
             if self._begun == fill:
@@ -92,11 +92,11 @@ class Turns(TrainingProgram):
                 self._drains = True
             while self._drains:
                 try:
-                    return super().begin(iter(()))
+                    return super().begin_next_batch(iter(()))
                 except StopIteration:
                     self._next_block()
         self._begun += 1
-        return super().begin(source)
+        return super().begin_next_batch(source)
 
     def close(self) -> None:
         for pipeline in self._pipelines.values():

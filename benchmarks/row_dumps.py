@@ -119,10 +119,10 @@ class Run:
         return all(pending.done() for pending in self.saves._saving)
 
     def _save(self, part: str, behind: bool) -> None:
-        dumped = self.arm.sharded.dump_rows()
+        dumped = self.arm.sharded.prepare_row_dump()
         path, state = self.folder / "kept", {"model": {"weight": torch.zeros(1)}}
         if part == "commit" and behind:
-            dumped.copy()
+            dumped.copy_changes()
             self.saves.start(lambda: dumped.commit(self.saves.group))
         elif part == "commit":
             dumped.commit()

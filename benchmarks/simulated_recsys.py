@@ -48,7 +48,7 @@ from benchmarks.traffic import (
 )
 from lightning_pipe.engine import PipelinePlan
 from lightning_pipe.engine.planning.costs import Machine, TaskCost
-from lightning_pipe.engine.planning.costs_yaml import CostsFile
+from lightning_pipe.engine.planning.costs_yaml import CostsSpec
 from lightning_pipe.engine.planning.simulation import simulate
 from lightning_pipe.recsys.tasks.auto_plan import hand_written_plans, recsys_costs, recsys_variants
 from lightning_pipe.recsys.tasks.task_list import recsys_tasks
@@ -272,7 +272,7 @@ def save(path: Path, rounds: Sequence[Round]) -> None:
     latency, bandwidth = least[small], (large - small) / 2 / max(1e-9, least[large] - least[small])
     costs = recsys_costs(times.seconds, peers=True, device=CPU, waits=times.waits, sent=times.sent)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(dump_costs(CostsFile(costs, beside, 1.0, False, latency, bandwidth)), encoding="utf-8")
+    path.write_text(dump_costs(CostsSpec(costs, beside, 1.0, False, latency, bandwidth)), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 import numpy as np
 import numpy.typing as npt
 
-from lightning_pipe.recsys.dynamic.store.row_store import Keys, Records, RowStore, StoreIdentity, StoreState
+from lightning_pipe.recsys.dynamic.store.row_store import Keys, RankStoreIdentity, Records, RowStore, StoreState
 
 __all__ = ["SlowStore"]
 
@@ -35,11 +35,11 @@ class SlowStore(RowStore):
         self._wait = wait
 
     @property
-    def state(self) -> StoreState:
-        return self._store.state
+    def store_state(self) -> StoreState:
+        return self._store.store_state
 
-    def join_run(self, part: StoreIdentity) -> None:
-        self._store.join_run(part)
+    def write_identity(self, part: RankStoreIdentity) -> None:
+        self._store.write_identity(part)
 
     def recover(self, version: int) -> None:
         self._store.recover(version)
@@ -55,8 +55,8 @@ class SlowStore(RowStore):
     def erase(self, table: str, keys: Keys) -> None:
         self._store.erase(table, keys)
 
-    def prepare(self, version: int, notes: Mapping[str, str] | None = None) -> None:
-        self._store.prepare(version, notes)
+    def prepare_commit(self, version: int, notes: Mapping[str, str] | None = None) -> None:
+        self._store.prepare_commit(version, notes)
 
     def commit(self, version: int) -> None:
         self._store.commit(version)

@@ -35,7 +35,7 @@ class Untraced(Executor):
     """An executor without code for traces and profilers."""
 
     def _call(self, op: Operation, slot: Slot, group: str, stream: str | None, submitted: float | None = None) -> None:
-        with self.streams.named(stream):
+        with self.streams.use_named_stream(stream):
             op.fn(slot.ctx)
             if op.records_event:
                 self.streams.record(slot.events[op.index])

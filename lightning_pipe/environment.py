@@ -26,16 +26,16 @@ def version_problem() -> str | None:
     Reads package metadata only, so that it is cheap. An installation without metadata, and a torch that is not in the
     table, are not judged.
     """
-    versions = {name: _version(name) for name in _PACKAGES}
-    expected = TORCHREC.get(_minor(versions["torch"]) or "")
-    minors = [_minor(versions[name]) for name in _PACKAGES[1:] if versions[name] is not None]
+    versions = {name: _get_installed_version(name) for name in _PACKAGES}
+    expected = TORCHREC.get(_parse_minor_version(versions["torch"]) or "")
+    minors = [_parse_minor_version(versions[name]) for name in _PACKAGES[1:] if versions[name] is not None]
     if versions["fbgemm-gpu"] and versions["fbgemm-gpu-cpu"]:
         problem = "fbgemm-gpu and fbgemm-gpu-cpu are both installed, but they write the same files"
     elif expected and any(minor != expected for minor in minors):
         problem = "torch, torchrec and fbgemm do not fit together"
     else:
         return None
-    return f"{problem}. {_advice()}"
+    return f"{problem}. {_format_version_advice()}"
 
 
 def import_torchrec() -> ModuleType:
@@ -50,7 +50,7 @@ def import_torchrec() -> ModuleType:
         cause = error.__cause__ or error
         raise SetupError(
             "The recsys strategies need torchrec and fbgemm, which cannot be imported"
-            f" ({type(cause).__name__}: {cause}). {_advice()}"
+            f" ({type(cause).__name__}: {cause}). {_format_version_advice()}"
         ) from error
 
 
@@ -70,18 +70,18 @@ def require(package: str, minimum: str, purpose: str) -> None:
     Raises:
         SetupError: If the version is older than *minimum*.
     """
-    version = _version(package)
-    minor = _minor(version)
-    if minor is not None and _numbers(minor) < _numbers(minimum):
+    version = _get_installed_version(package)
+    minor = _parse_minor_version(version)
+    if minor is not None and _parse_version_tuple(minor) < _parse_version_tuple(minimum):
         raise SetupError(
             f"{purpose} need {package} {minimum} or newer, but {package} {version} is installed. Run: pip install"
             f" '{package}~={minimum}.0'"
         )
 
 
-def _advice() -> str:
+def _format_version_advice() -> str:
     fits = ", ".join(f"torch {torch} with torchrec and fbgemm {torchrec}" for torch, torchrec in TORCHREC.items())
-    versions = ", ".join(f"{name} {_version(name) or '(not installed)'}" for name in _PACKAGES)
+    versions = ", ".join(f"{name} {_get_installed_version(name) or '(not installed)'}" for name in _PACKAGES)
     return (
         f"Found: {versions}. These versions fit together: {fits}. Uninstall fbgemm-gpu and fbgemm-gpu-cpu, then install"
         " one of them: fbgemm-gpu-cpu on a machine without an NVIDIA driver, with torchrec by --no-deps. The page"
@@ -89,18 +89,18 @@ def _advice() -> str:
     )
 
 
-def _version(package: str) -> str | None:
+def _get_installed_version(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
 
 
-def _minor(version: str | None) -> str | None:
+def _parse_minor_version(version: str | None) -> str | None:
     """``"2.14.1+cpu"`` -> ``"2.14"``; None if it is unknown or has another form."""
     match = re.match(r"\d+\.\d+", version or "")
     return match.group() if match else None
 
 
-def _numbers(minor: str) -> tuple[int, ...]:
+def _parse_version_tuple(minor: str) -> tuple[int, ...]:
     return tuple(map(int, minor.split(".")))

@@ -31,7 +31,7 @@ except ImportError as error:
         " 'lightning-pipe[ray]', and do not set RAY_TRAIN_V2_ENABLED to 0"
     ) from error
 
-__all__ = ["RayLightningEnvironment", "ReportToRay", "latest_checkpoint", "prepare_trainer"]
+__all__ = ["RayLightningEnvironment", "ReportToRay", "get_resume_checkpoint_path", "prepare_trainer"]
 
 # Name of Lightning's checkpoint in the folder that Ray knows, the same as in Ray's own callback.
 _NAME = "checkpoint.ckpt"
@@ -51,11 +51,11 @@ def prepare_trainer(trainer: pl.Trainer) -> pl.Trainer:
     """
     if not isinstance(trainer.strategy, DistributedStrategy | InProcessPipelineStrategy):
         return prepare_for_rays_strategies(trainer)
-    _together(lambda: _check(trainer), "the trainer cannot train in workers of Ray")
+    _check_on_all_workers(lambda: _check_trainer_fits_ray(trainer), "the trainer cannot train in workers of Ray")
     return trainer
 
 
-def latest_checkpoint() -> str | None:
+def get_resume_checkpoint_path() -> str | None:
     """Path for ``Trainer.fit(..., ckpt_path=...)``: the checkpoint to resume from, or None at the start of a run."""
     checkpoint = ray.train.get_checkpoint()
     return None if checkpoint is None else str(Path(checkpoint.path, _NAME))
@@ -67,7 +67,7 @@ class ReportToRay(Checkpoint):
     All workers write one checkpoint together, to ``checkpoint_epoch=N/checkpoint.ckpt`` or
     ``checkpoint_step=N/checkpoint.ckpt`` in the folder of the run. Ray removes old checkpoints as
     ``ray.train.CheckpointConfig(num_to_keep=...)`` states. After a worker was lost, training restarts from
-    :func:`latest_checkpoint` and continues exactly.
+    :func:`get_resume_checkpoint_path` and continues exactly.
 
     Args:
         every_n_train_steps: number of optimizer steps between two checkpoints, in addition to the checkpoint at the end
@@ -85,7 +85,7 @@ class ReportToRay(Checkpoint):
         self._last_step = 0
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        _together(lambda: _check_storage(trainer), "checkpoints cannot be reported to Ray")
+        _check_on_all_workers(lambda: _check_ray_storage(trainer), "checkpoints cannot be reported to Ray")
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._last_step = trainer.global_step
@@ -112,11 +112,11 @@ class ReportToRay(Checkpoint):
         )
 
 
-def _together(check: Callable[[], None], failed: str) -> None:
+def _check_on_all_workers(check: Callable[[], None], failed: str) -> None:
     run_on_all_ranks(check, failed, dist.group.WORLD if dist.is_initialized() else None)
 
 
-def _check(trainer: pl.Trainer) -> None:
+def _check_trainer_fits_ray(trainer: pl.Trainer) -> None:
     context, strategy = ray.train.get_context(), trainer.strategy
     ranks, local_ranks = context.get_world_size(), context.get_local_world_size()
     if isinstance(strategy, InProcessPipelineStrategy):
@@ -140,7 +140,7 @@ def _check(trainer: pl.Trainer) -> None:
         )
 
 
-def _check_storage(trainer: pl.Trainer) -> None:
+def _check_ray_storage(trainer: pl.Trainer) -> None:
     storage = ray.train.get_context().get_storage()
     kind, folder = storage.storage_filesystem.type_name, storage.experiment_fs_path
     if kind != "local" or not Path(folder).is_dir():

@@ -129,8 +129,8 @@ FAULTS = [
     ),
     Fault(
         "llm/run/optimizer_offload.py",
-        "self._finish_copies()\n        self._restrict_groups",
-        "pass\n        self._restrict_groups",
+        "self._finish_copies()\n        self._restrict_param_groups",
+        "pass\n        self._restrict_param_groups",
         "llm/run/test_optimizer_offload.py::test_the_state_is_on_the_host_whole_when_a_step_returns",
     ),
     Fault(

@@ -13,7 +13,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-ROOMS = ("engine", "loops", "data", "recsys", "pipe", "strategies", "callbacks")
+PACKAGES = ("engine", "loops", "data", "recsys", "pipe", "strategies", "callbacks")
 KEPT = Path(__file__).with_suffix(".txt")
 
 
@@ -23,10 +23,10 @@ def lines() -> Iterator[str]:
     from lightning_pipe.recsys import PLANS
     from lightning_pipe.strategies.registry import STRATEGIES
 
-    for room in ROOMS:
-        module = importlib.import_module(f"lightning_pipe.{room}")
+    for package in PACKAGES:
+        module = importlib.import_module(f"lightning_pipe.{package}")
         for name in sorted(module.__all__):
-            yield from _described(f"lightning_pipe.{room}.{name}", getattr(module, name))
+            yield from _described(f"lightning_pipe.{package}.{name}", getattr(module, name))
     yield from (f"strategy {name}" for name in sorted(one.name for one in STRATEGIES))
     yield from (f"recsys plan {name}" for name in sorted(PLANS))
     yield from (f"schedule {name}" for name in sorted(SCHEDULES))

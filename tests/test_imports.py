@@ -1,7 +1,7 @@
-"""Every room of the package imports only what the design's table lets it.
+"""Every sub-package imports only what the design's table lets it.
 
-The linter reads the source, so it is tried here on a small package with wrong imports; and rooms are imported for
-real, since a module may also be loaded by name.
+The linter reads the source, so it is tried here on a small package with wrong imports; and sub-packages are imported
+for real, since a module may also be loaded by name.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from tests.patience import HANG
 ROOT = Path(__file__).resolve().parent.parent
 
 
-ROOMS = ("_compat", "engine", "checkpoints", "loops", "recsys", "llm", "pipe", "strategies", "callbacks", "cli")
+SUBPACKAGES = ("_compat", "engine", "checkpoints", "loops", "recsys", "llm", "pipe", "strategies", "callbacks", "cli")
 
-# The table of the design: what each room must not import.
+# The table of the design: what each sub-package must not import.
 MUST_NOT_IMPORT = {
     "_compat": ("engine", "checkpoints", "loops", "recsys", "llm", "pipe", "strategies", "callbacks", "cli"),
     "engine": (
@@ -61,25 +61,25 @@ def layers() -> dict[str, list[str]]:
 
 
 def module_name(target: str) -> str:
-    return f"lightning_pipe.{target}" if target.split(".")[0] in ROOMS else target
+    return f"lightning_pipe.{target}" if target.split(".")[0] in SUBPACKAGES else target
 
 
-@pytest.mark.parametrize("room", layers())
-def test_every_sub_package_is_in_its_rooms_layers(room: str) -> None:
-    folder = ROOT / Path(*room.split("."))
-    found = {f"{room}.{path.name}" for path in folder.iterdir() if (path / "__init__.py").exists()}
-    assert found == set(layers()[room])
+@pytest.mark.parametrize("package", layers())
+def test_every_sub_package_is_in_its_rooms_layers(package: str) -> None:
+    folder = ROOT / Path(*package.split("."))
+    found = {f"{package}.{path.name}" for path in folder.iterdir() if (path / "__init__.py").exists()}
+    assert found == set(layers()[package])
 
 
-# Imports every module of one room in a fresh interpreter, past the package's own __init__ (which registers the
+# Imports every module of one package in a fresh interpreter, past the package's own __init__ (which registers the
 # strategies, so it loads Lightning), and prints what that has loaded.
 IMPORT_ROOM = """
 import importlib, json, pkgutil, sys, types
-root, room = sys.argv[1:]
+root, package = sys.argv[1:]
 parent = types.ModuleType("lightning_pipe")
 parent.__path__ = [root + "/lightning_pipe"]
 sys.modules["lightning_pipe"] = parent
-package = importlib.import_module("lightning_pipe." + room)
+package = importlib.import_module("lightning_pipe." + package)
 for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
     importlib.import_module(module.name)
 print(json.dumps(sorted(sys.modules)))
@@ -87,15 +87,19 @@ print(json.dumps(sorted(sys.modules)))
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("room", ["engine", "loops", "recsys", "llm"])
-def test_importing_a_room_loads_nothing_that_the_table_forbids(room: str) -> None:
+@pytest.mark.parametrize("package", ["engine", "loops", "recsys", "llm"])
+def test_importing_a_room_loads_nothing_that_the_table_forbids(package: str) -> None:
     result = subprocess.run(
-        [sys.executable, "-c", IMPORT_ROOM, str(ROOT), room], capture_output=True, text=True, timeout=HANG, check=False
+        [sys.executable, "-c", IMPORT_ROOM, str(ROOT), package],
+        capture_output=True,
+        text=True,
+        timeout=HANG,
+        check=False,
     )
     assert result.returncode == 0, result.stderr
     loaded = set(json.loads(result.stdout.splitlines()[-1]))
-    assert f"lightning_pipe.{room}" in loaded
-    assert not loaded & {module_name(target) for target in MUST_NOT_IMPORT[room]}
+    assert f"lightning_pipe.{package}" in loaded
+    assert not loaded & {module_name(target) for target in MUST_NOT_IMPORT[package]}
 
 
 def test_the_engine_is_there_without_lightning_and_torchrec() -> None:

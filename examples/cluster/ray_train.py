@@ -20,7 +20,7 @@ import ray.tune
 from ray.train.torch import TorchTrainer
 from ray.tune.integration.ray_train import TuneReportCallback
 
-from lightning_pipe.ray import RayLightningEnvironment, ReportToRay, latest_checkpoint, prepare_trainer
+from lightning_pipe.ray import RayLightningEnvironment, ReportToRay, get_resume_checkpoint_path, prepare_trainer
 
 DEFAULTS = {
     "model": "recommender",
@@ -73,7 +73,7 @@ def train_worker(config: dict[str, Any]) -> None:
         enable_progress_bar=False,
         **config["trainer"],
     )
-    prepare_trainer(trainer).fit(module, data, ckpt_path=latest_checkpoint())
+    prepare_trainer(trainer).fit(module, data, ckpt_path=get_resume_checkpoint_path())
 
 
 def train(

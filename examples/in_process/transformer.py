@@ -8,7 +8,7 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 
-from lightning_pipe.pipe import pipe_loss
+from lightning_pipe.pipe import compute_pipe_or_module_loss
 
 BYTES = 256
 
@@ -66,7 +66,7 @@ class ByteTransformer(pl.LightningModule):
         self.learning_rate = learning_rate
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        loss = pipe_loss(self.model, batch["input_ids"], batch["labels"], cross_entropy)
+        loss = compute_pipe_or_module_loss(self.model, batch["input_ids"], batch["labels"], cross_entropy)
         self.log("train_loss", loss, prog_bar=True)
         return loss
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from examples.in_process.images import CLASSES
-from lightning_pipe.pipe import Namespace, isolate, pipe_loss, pop, skippable, stash
+from lightning_pipe.pipe import Namespace, compute_pipe_or_module_loss, isolate, pop, skippable, stash
 
 
 def block(inputs: int, outputs: int) -> nn.Sequential:
@@ -88,7 +88,7 @@ class UNet(pl.LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         images, classes = batch
-        loss = pipe_loss(self.model, images, classes, nn.CrossEntropyLoss())
+        loss = compute_pipe_or_module_loss(self.model, images, classes, nn.CrossEntropyLoss())
         self.log("train_loss", loss, prog_bar=True)
         return loss
 

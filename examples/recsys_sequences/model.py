@@ -16,7 +16,7 @@ from examples.recsys_sequences.hstu import HSTU
 from examples.recsys_sequences.ranking import RankingMetrics
 from examples.recsys_sequences.tables import folded, make_tables
 from lightning_pipe.engine.common.errors import SetupError
-from lightning_pipe.recsys import TokenCount, token_weighted_mean
+from lightning_pipe.recsys import GlobalTokenCount, token_weighted_mean
 
 # The module's hook is used on purpose: the data module has none.
 warnings.filterwarnings("ignore", message="You have overridden `on_before_batch_transfer` in `LightningModule`")
@@ -96,7 +96,7 @@ class SequenceRanker(pl.LightningModule):
 
     def training_step(self, batch: HistoryBatch, batch_idx: int) -> torch.Tensor:
         lengths = batch["sparse"]["item"].lengths()
-        tokens = TokenCount((lengths - 1).clamp(min=0).sum())  # its all-reduce overlaps the forward pass
+        tokens = GlobalTokenCount((lengths - 1).clamp(min=0).sum())  # its all-reduce overlaps the forward pass
         hidden, items, candidates = self._look(batch)
         ids = batch["sparse"]["item"].to_padded_dense()[:, 1:]
         users, candidate_ids = len(lengths), batch["sparse"]["candidate"].values().view(len(lengths), 1, -1)

@@ -52,10 +52,10 @@ def _constructor_of(kind: type) -> type:
     def new(_: type) -> Any:
         return object.__new__(kind)
 
-    def set_state(instance: Any, state: Any) -> None:
+    def reject_pickled_class_state(instance: Any, state: Any) -> None:
         """Never called with both arguments: a pickle that gives a state to the class itself gets a TypeError."""
 
-    return type(kind.__name__, (), {"__new__": new, "__setstate__": set_state})
+    return type(kind.__name__, (), {"__new__": new, "__setstate__": reject_pickled_class_state})
 
 
 _KINDS = (

@@ -80,7 +80,7 @@ def call_module_hook(trainer: Any, hook_name: str, *args: Any, **kwargs: Any) ->
     module = trainer.strategy._lightning_module
     if module is None or is_recording_hooks(trainer):
         return call._call_lightning_module_hook(trainer, hook_name, *args, **kwargs)
-    return _called(module, module, hook_name, _OF_MODULES, args, kwargs)
+    return _call_hook_if_overridden(module, module, hook_name, _OF_MODULES, args, kwargs)
 
 
 def call_strategy_hook(trainer: Any, hook_name: str, *args: Any, **kwargs: Any) -> Any:
@@ -88,7 +88,7 @@ def call_strategy_hook(trainer: Any, hook_name: str, *args: Any, **kwargs: Any) 
     if is_recording_hooks(trainer):
         return call._call_strategy_hook(trainer, hook_name, *args, **kwargs)
     strategy = trainer.strategy
-    return _called(strategy._lightning_module, strategy, hook_name, _OF_STRATEGIES, args, kwargs)
+    return _call_hook_if_overridden(strategy._lightning_module, strategy, hook_name, _OF_STRATEGIES, args, kwargs)
 
 
 def data_hook(trainer: pl.Trainer, hook_name: str) -> Callable[..., Any]:
@@ -107,7 +107,9 @@ def _callbacks_have(trainer: Any, hook_name: str) -> bool:
     return False
 
 
-def _called(module: Any, holder: Any, hook_name: str, defaults: dict[str, Any], args: Any, kwargs: Any) -> Any:
+def _call_hook_if_overridden(
+    module: Any, holder: Any, hook_name: str, defaults: dict[str, Any], args: Any, kwargs: Any
+) -> Any:
     hook = getattr(holder, hook_name)
     if getattr(hook, "__func__", None) is defaults.get(hook_name, _NO_DEFAULT) or not callable(hook):
         return None
@@ -239,14 +241,14 @@ def install_fast_hook_calls(loop: TrainingEpochLoop) -> None:
         loop._results = _QuickResults(training=True)
 
 
-def begin_batch(loop: TrainingEpochLoop, batch: Any) -> None:
+def notify_logger_of_batch_start(loop: TrainingEpochLoop, batch: Any) -> None:
     """Notify the trainer's logger connector that a batch of *loop* begins."""
     connector, results = loop.trainer._logger_connector, loop._results
     connector._first_loop_iter = connector._first_loop_iter is None
     results.batch, results.batch_size, results.dataloader_idx = batch, None, None
 
 
-def end_batch(loop: TrainingEpochLoop) -> None:
+def notify_logger_of_batch_end(loop: TrainingEpochLoop) -> None:
     """Notify the trainer's logger connector that a batch of *loop* has ended."""
     results = loop._results
     if results or loop.trainer.state.stage is not RunningStage.TRAINING:
@@ -339,17 +341,17 @@ class _QuickResults(ResultCollection):
 
     def __setitem__(self, key: str, metric: ResultMetric) -> None:
         super().__setitem__(
-            key, _QuickMetric(metric.meta, metric.is_tensor) if type(metric) is ResultMetric else metric
+            key, _FastDeviceMoveResultMetric(metric.meta, metric.is_tensor) if type(metric) is ResultMetric else metric
         )
 
 
-class _QuickMetric(ResultMetric):
+class _FastDeviceMoveResultMetric(ResultMetric):
     def to(self, *args: Any, **kwargs: Any) -> ResultMetric:  # type: ignore[override]  # as the base
-        if len(args) == 1 and not kwargs and isinstance(args[0], torch.device) and self._is_on(args[0]):
+        if len(args) == 1 and not kwargs and isinstance(args[0], torch.device) and self._is_on_device(args[0]):
             return self
         return super().to(*args, **kwargs)
 
-    def _is_on(self, device: torch.device) -> bool:
+    def _is_on_device(self, device: torch.device) -> bool:
         """Return True if all tensors of the metric are on *device*: the accumulated values and their defaults."""
         return self.is_tensor and all(
             value.device == device

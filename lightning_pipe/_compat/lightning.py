@@ -52,18 +52,18 @@ __all__ = [
     "copy_as_subclass",
     "disable_distributed_sampler",
     "discard_logged_values",
-    "find_last_at_urls",
     "get_combined_loader",
+    "get_layer_sync_plugin",
     "has_val_time_interval",
-    "hide_combined_loader",
+    "hide_loop_dataloaders",
     "install_resume_check",
     "is_accumulating",
     "next_hpc_checkpoint",
     "optimizers_configured",
     "optimizers_to_device",
+    "patch_last_checkpoint_for_urls",
     "set_sampler_epoch",
     "strategy_timeout",
-    "sync_batch_norm",
     "teardown_trainer",
     "training_loader",
     "transfer_batch_with_hooks",
@@ -87,7 +87,7 @@ class SignalConnector(_SignalConnector):
     """Lightning's signal connector, with public names for its handlers."""
 
     @classmethod
-    def install(cls, trainer: pl.Trainer) -> Self:
+    def install_in_trainer(cls, trainer: pl.Trainer) -> Self:
         """Replace the trainer's signal connector, and return the new one."""
         trainer._signal_connector = connector = copy_as_subclass(trainer._signal_connector, cls)
         return connector
@@ -132,7 +132,7 @@ def call_on_after_batch_transfer(module: pl.LightningModule, batch: Any, dataloa
     return module._call_batch_hook("on_after_batch_transfer", batch, dataloader_idx)
 
 
-def sync_batch_norm(strategy: Any) -> Any:
+def get_layer_sync_plugin(strategy: Any) -> Any:
     """Plugin of ``Trainer(sync_batchnorm=True)`` with ``apply`` and ``revert``; None without it."""
     return strategy._layer_sync
 
@@ -142,14 +142,14 @@ def next_hpc_checkpoint(trainer: pl.Trainer) -> str:
     return str(trainer._checkpoint_connector.hpc_save_path(trainer.default_root_dir))
 
 
-def find_last_at_urls(trainer: pl.Trainer) -> None:
+def patch_last_checkpoint_for_urls(trainer: pl.Trainer) -> None:
     """Make ``ckpt_path="last"`` find checkpoints at URLs. Lightning 2.6 drops their protocol, and finds none."""
     for callback in trainer.checkpoint_callbacks:
         if isinstance(callback, ModelCheckpoint) and not isinstance(callback._find_last_checkpoints, partial):
-            callback._find_last_checkpoints = partial(_find_last, callback._find_last_checkpoints)  # type: ignore[method-assign]
+            callback._find_last_checkpoints = partial(_find_last_checkpoint_urls, callback._find_last_checkpoints)  # type: ignore[method-assign]
 
 
-def _find_last(find: Callable[[pl.Trainer], set[str]], trainer: pl.Trainer) -> set[str]:
+def _find_last_checkpoint_urls(find: Callable[[pl.Trainer], set[str]], trainer: pl.Trainer) -> set[str]:
     file_system = find.__self__._fs  # type: ignore[attr-defined]
     paths = find(trainer)
     return paths if isinstance(file_system, LocalFileSystem) else {file_system.unstrip_protocol(path) for path in paths}
@@ -159,10 +159,10 @@ def install_resume_check(trainer: pl.Trainer, check: Callable[[object], None]) -
     """Call *check* with the path of the checkpoint, None without one, before the trainer reads it."""
     connector = trainer._checkpoint_connector
     if not isinstance(connector.resume_start, partial):
-        connector.resume_start = partial(_checked, check, connector.resume_start)  # type: ignore[method-assign]
+        connector.resume_start = partial(_check_ckpt_path_then_resume, check, connector.resume_start)  # type: ignore[method-assign]
 
 
-def _checked(
+def _check_ckpt_path_then_resume(
     check: Callable[[object], None], resume: Callable[..., None], path: object = None, *more: object, **named: object
 ) -> None:
     check(path)
@@ -194,7 +194,7 @@ def get_combined_loader(loop: EvaluationLoop | FitLoop | PredictionLoop) -> Comb
 
 
 @contextmanager
-def hide_combined_loader(loop: FitLoop) -> Iterator[None]:
+def hide_loop_dataloaders(loop: FitLoop) -> Iterator[None]:
     """Context in which a loop has no dataloaders."""
     loader, loop._combined_loader = loop._combined_loader, None
     try:

@@ -43,16 +43,18 @@ def get_logged_values_state(loop: Any) -> dict[str, Any]:
     connector = trainer._logger_connector
     latest = {
         name: {
-            key: _plain(value)
+            key: _copy_value_to_cpu(value)
             for key, value in getattr(connector, name).items()
-            if isinstance(key, str) and _is_plain(value)
+            if isinstance(key, str) and _is_tensor_or_number(value)
         }
         for name in _LATEST
     }
     again = loop.batch_progress.current.ready != loop.batch_progress.current.processed
     values = loop.values_before_batch if again else snapshot_results(loop._results)
-    entries = [_packed(again, *value) for value in values]
-    reasons = {stopping.stopping_reason for stopping in _early_stopping(trainer)} - {EarlyStoppingReason.NOT_STOPPED}
+    entries = [_serialize_logged_value(again, *value) for value in values]
+    reasons = {stopping.stopping_reason for stopping in _get_early_stopping_callbacks(trainer)} - {
+        EarlyStoppingReason.NOT_STOPPED
+    }
     return {
         "latest": latest,
         "epoch": [entry for entry in entries if entry is not None],
@@ -60,22 +62,24 @@ def get_logged_values_state(loop: Any) -> dict[str, Any]:
     }
 
 
-def _early_stopping(trainer: pl.Trainer) -> Sequence[Any]:
+def _get_early_stopping_callbacks(trainer: pl.Trainer) -> Sequence[Any]:
     return trainer.early_stopping_callbacks
 
 
-def _is_plain(value: Any) -> bool:
+def _is_tensor_or_number(value: Any) -> bool:
     return isinstance(value, Tensor | float) or type(value) in (bool, int)
 
 
-def _plain(value: Any) -> Any:
+def _copy_value_to_cpu(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.detach().to("cpu", copy=True)
     # NumPy's float64 is a float, but no plain data.
     return float(value) if isinstance(value, float) else value
 
 
-def _packed(again: bool, metric: ResultMetric, value: Any, rows: Any, last: Any, has_reset: bool) -> Any:
+def _serialize_logged_value(
+    again: bool, metric: ResultMetric, value: Any, rows: Any, last: Any, has_reset: bool
+) -> Any:
     meta = metric.meta
     if has_reset or meta.sync.group is not None:
         return None
@@ -84,30 +88,31 @@ def _packed(again: bool, metric: ResultMetric, value: Any, rows: Any, last: Any,
         "reduction": next(name for name, reduction in _REDUCTIONS.items() if reduction is meta.reduce_fx),
         "sync_dist": meta.sync.should,
         "rank_zero_only": meta.sync.rank_zero_only,
-        "last": _plain(last) if _is_plain(last) else None,
+        "last": _copy_value_to_cpu(last) if _is_tensor_or_number(last) else None,
     }
     if metric.is_tensor:
-        return {**packed, "value": _plain(value), "rows": _plain(rows)}
-    parts = _parts(value)
+        return {**packed, "value": _copy_value_to_cpu(value), "rows": _copy_value_to_cpu(rows)}
+    parts = _collect_submetrics(value)
     if any(type(part).__module__.startswith("torchmetrics.wrappers") for part in parts.values()):
         return None  # they have counts that are no states
-    states = {name: _states(part) for name, part in parts.items()}
+    states = {name: _get_metric_states(part) for name, part in parts.items()}
     # torchmetrics changes states in place, so those before the batch are unknown. Lists grow with the epoch.
     if again or not all(isinstance(state, Tensor) for part_states in states.values() for state in part_states.values()):
         return None
     packed["states"] = {
-        part: {name: _plain(state) for name, state in part_states.items()} for part, part_states in states.items()
+        part: {name: _copy_value_to_cpu(state) for name, state in part_states.items()}
+        for part, part_states in states.items()
     }
     packed["updates"] = {name: part._update_count for name, part in parts.items()}
     return packed
 
 
-def _parts(metric: Metric) -> dict[str, Metric]:
+def _collect_submetrics(metric: Metric) -> dict[str, Metric]:
     """Metrics that *metric* consists of, itself included."""
     return {name: part for name, part in metric.named_modules() if isinstance(part, Metric)}
 
 
-def _states(metric: Metric) -> dict[str, Any]:
+def _get_metric_states(metric: Metric) -> dict[str, Any]:
     return {name: getattr(metric, name) for name in metric._defaults}
 
 
@@ -139,27 +144,27 @@ def restore_logged_values(loop: Any, packed: dict[str, Any]) -> None:
     trainer: pl.Trainer = loop.trainer
     device = trainer.strategy.root_device
     for name in _LATEST:
-        getattr(trainer._logger_connector, name).update(_on(device, packed["latest"][name]))
+        getattr(trainer._logger_connector, name).update(_move_values_to_device(device, packed["latest"][name]))
     for entry in packed["epoch"]:
-        _restore(loop._results, entry, trainer, device)
+        _restore_logged_value(loop._results, entry, trainer, device)
     loop.values_before_batch = snapshot_results(loop._results)
-    stops = bool(packed["stopped"] and _early_stopping(trainer))
+    stops = bool(packed["stopped"] and _get_early_stopping_callbacks(trainer))
     epochs: Any = trainer.fit_loop.epoch_progress.current
     finished = epochs.ready == epochs.processed
     trainer.should_stop, loop.stop_due = stops and finished, stops and not finished
 
 
-def _on(device: torch.device, values: dict[str, Any]) -> dict[str, Any]:
+def _move_values_to_device(device: torch.device, values: dict[str, Any]) -> dict[str, Any]:
     return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in values.items()}
 
 
-def _restore(results: Any, entry: dict[str, Any], trainer: pl.Trainer, device: torch.device) -> None:
+def _restore_logged_value(results: Any, entry: dict[str, Any], trainer: pl.Trainer, device: torch.device) -> None:
     meta = Metadata(
         **{name: entry["arguments"][name] for name in _ARGUMENTS}, reduce_fx=_REDUCTIONS[entry["reduction"]]
     )
     meta.sync = Sync(_should=entry["sync_dist"], fn=trainer.strategy.reduce, rank_zero_only=entry["rank_zero_only"])
     if "states" in entry:
-        value = _restored_metric(trainer.lightning_module, meta.metric_attribute or "", entry, device)
+        value = _restore_metric_states(trainer.lightning_module, meta.metric_attribute or "", entry, device)
         if value is None:
             return  # the module has changed since
     else:
@@ -170,31 +175,31 @@ def _restore(results: Any, entry: dict[str, Any], trainer: pl.Trainer, device: t
     metric.value = value
     if entry.get("rows") is not None:
         metric.cumulated_batch_size = entry["rows"].to(device)
-    metric._forward_cache, metric._update_count = _on(device, {"last": entry["last"]})["last"], 1
+    metric._forward_cache, metric._update_count = _move_values_to_device(device, {"last": entry["last"]})["last"], 1
     if hasattr(results, "restored"):
         results.restored.add(key)
 
 
-def _restored_metric(module: Any, attribute: str, entry: dict[str, Any], device: torch.device) -> Metric | None:
+def _restore_metric_states(module: Any, attribute: str, entry: dict[str, Any], device: torch.device) -> Metric | None:
     """Metric of the module with the states of the checkpoint, or None if the module has another metric there."""
     metric = dict(module.named_modules()).get(attribute)
-    parts = _parts(metric) if isinstance(metric, Metric) else {}
-    names = {part: set(_states(part_metric)) for part, part_metric in parts.items()}
+    parts = _collect_submetrics(metric) if isinstance(metric, Metric) else {}
+    names = {part: set(_get_metric_states(part_metric)) for part, part_metric in parts.items()}
     if names != {part: set(states) for part, states in entry["states"].items()}:
         return None
     for part, part_metric in parts.items():
-        for name, state in _on(device, entry["states"][part]).items():
+        for name, state in _move_values_to_device(device, entry["states"][part]).items():
             setattr(part_metric, name, state)
         part_metric._update_count, part_metric._computed = entry["updates"][part], None
     return metric
 
 
-def continue_epoch(loop: TrainingEpochLoop) -> None:
+def skip_logged_values_reset(loop: TrainingEpochLoop) -> None:
     """Make the values of the next batch of *loop* add to those of the epoch. Lightning resets them at a first batch."""
     loop.trainer._logger_connector._first_loop_iter = False
 
 
-def end_epoch(loop: TrainingEpochLoop) -> None:
+def step_lr_schedulers_and_reset_results(loop: TrainingEpochLoop) -> None:
     """Do the work that Lightning does after the hooks at the end of an epoch, apart from logging."""
     trainer, connector = loop.trainer, loop.trainer._logger_connector
     connector.on_epoch_end()
@@ -209,7 +214,7 @@ def end_epoch(loop: TrainingEpochLoop) -> None:
 # ---------------------------------------------------------------------- torchmetrics
 
 
-def reductions_of(metric: Metric) -> dict[str, Any]:
+def get_metric_state_reductions(metric: Metric) -> dict[str, Any]:
     """How ranks combine each state of a metric, by its name."""
     return metric._reductions
 
@@ -219,11 +224,11 @@ def is_metric_computed(metric: Metric) -> bool:
     return metric._computed is not None
 
 
-def clear_cached_result(metric: Metric) -> None:
+def clear_metric_compute_cache(metric: Metric) -> None:
     """Make the next ``compute`` of a metric combine the states of all ranks."""
     metric._computed = None
 
 
-def count_update(metric: Metric) -> None:
+def increment_metric_update_count(metric: Metric) -> None:
     """Count an update, without which torchmetrics warns."""
     metric._update_count += 1

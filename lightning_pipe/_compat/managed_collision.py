@@ -24,7 +24,7 @@ _MAPS = "_managed_collision_collection._managed_collision_modules"
 _STEPS, _SEGMENTS = "_current_iter_tensor", "_output_segments_tensor"
 
 
-class IdMapEnumerator(EmbeddingEnumerator):
+class IdMapEmbeddingEnumerator(EmbeddingEnumerator):
     """Enumerator that takes maps for any number of ranks: sharding makes a new map with a bucket for each rank."""
 
     def _get_num_buckets(self, parameter: str, module: nn.Module) -> int | None:
@@ -69,29 +69,32 @@ class IdMapShard:
     @property
     def entries(self) -> dict[str, Tensor]:
         """Buffers with a value for each row of this rank, by their full names: ids, rows, and those of the policy."""
-        return {f"{self.name}.{name}": getattr(self._module, name) for name in (_IDS, _ROWS, *self._of_policy())}
+        return {
+            f"{self.name}.{name}": getattr(self._module, name)
+            for name in (_IDS, _ROWS, *self._get_policy_buffer_names())
+        }
 
     @property
-    def names(self) -> tuple[str, str]:
+    def buffer_names(self) -> tuple[str, str]:
         """Full names of the buffers of ids and of rows."""
         return f"{self.name}.{_IDS}", f"{self.name}.{_ROWS}"
 
     @property
-    def steps(self) -> tuple[str, Tensor]:
+    def step_counter(self) -> tuple[str, Tensor]:
         """Full name of the number of batches that have passed the map, and its buffer."""
         return f"{self.name}.{_STEPS}", self._module.get_buffer(_STEPS)
 
     @property
-    def filters(self) -> bool:
+    def has_id_filter(self) -> bool:
         """True if a function selects the ids that may have a row, possibly at random."""
         return self._module._eviction_policy._threshold_filtering_func is not None
 
-    def seed(self) -> int:
+    def evicted_row_seed(self) -> int:
         """Seed for the values of rows that the map evicts now, the same in a resumed run."""
-        digest = hashlib.sha256(f"{self.table}/{int(self.steps[1])}/{self.begin}".encode()).digest()
+        digest = hashlib.sha256(f"{self.table}/{int(self.step_counter[1])}/{self.begin}".encode()).digest()
         return int.from_bytes(digest[:8], "little") >> 1
 
-    def owns(self, name: str) -> bool:
+    def has_state_dict_key(self, name: str) -> bool:
         """Return True if *name* is one of the entries, or another value that a state dict holds of this map."""
         return name in self.entries or name in (f"{self.name}.{_STEPS}", f"{self.name}.{_SEGMENTS}")
 
@@ -114,31 +117,31 @@ class IdMapShard:
 
     # ------------------------------------------------------------------ between two evictions
 
-    def window(self) -> dict[str, Tensor]:
+    def get_input_history(self) -> dict[str, Tensor]:
         """What TorchRec's state dict leaves out: ids since the last eviction, and numbers."""
         module = self._module
         if module._current_iter < 0:
             return {}
         filled = module._current_history_buffer_offset
         numbers = [module._input_history_buffer_size, module._last_eviction_iter]
-        window = {"ids": module._history_accumulator[:filled], "numbers": torch.tensor(numbers)}
-        return window | {name: values[:filled] for name, values in module._history_metadata.items()}
+        history = {"ids": module._history_accumulator[:filled], "numbers": torch.tensor(numbers)}
+        return history | {name: values[:filled] for name, values in module._history_metadata.items()}
 
-    def open_window(self) -> None:
-        """Let the next batch size the window if no batch has had ids yet; else it would stay without room."""
+    def defer_history_sizing(self) -> None:
+        """Let the next batch size the history if no batch has had ids yet; else it would stay without room."""
         if self._module._input_history_buffer_size == 0:
             self._module._input_history_buffer_size = -1
 
-    def set_window(self, window: Mapping[str, Tensor]) -> None:
-        """Continue from a result of :meth:`window`, after the buffers are loaded. Empty: with a new window."""
+    def restore_input_history(self, history: Mapping[str, Tensor]) -> None:
+        """Continue from :meth:`get_input_history`, after the buffers are loaded. Empty: with a new history."""
         module = self._module
         module._evicted = False
         module._current_iter, module._current_history_buffer_offset = -1, 0  # read from the buffer by the next batch
-        if not window:
+        if not history:
             return
-        size, module._last_eviction_iter = map(int, window["numbers"])
+        size, module._last_eviction_iter = map(int, history["numbers"])
         module._current_iter = int(module.get_buffer(_STEPS))
-        filled = module._current_history_buffer_offset = window["ids"].numel()
+        filled = module._current_history_buffer_offset = history["ids"].numel()
         module._input_history_buffer_size = size
 
         def pad_to_size(values: Tensor) -> Tensor:
@@ -146,11 +149,11 @@ class IdMapShard:
             buffer[:filled] = values
             return buffer
 
-        module._history_accumulator = pad_to_size(window["ids"])
+        module._history_accumulator = pad_to_size(history["ids"])
         for name, _, is_history in module._eviction_policy.metadata_info:
             if is_history:
-                module.register_buffer(f"_history_{name}", pad_to_size(window[name]), persistent=False)
+                module.register_buffer(f"_history_{name}", pad_to_size(history[name]), persistent=False)
                 module._history_metadata[name] = module.get_buffer(f"_history_{name}")
 
-    def _of_policy(self) -> list[str]:
+    def _get_policy_buffer_names(self) -> list[str]:
         return [f"_mch_{name}" for name, is_of_map, _ in self._module._eviction_policy.metadata_info if is_of_map]

@@ -29,11 +29,11 @@ __all__ = [
     "RuntimeSchedule",
     "Schedule",
     "copy_view_outputs",
-    "forget_batch",
     "ranks_by_stage",
     "register_overlapped_fb_function",
+    "release_schedule_tensors",
     "run_microbatches",
-    "set_actions",
+    "set_schedule_actions",
     "split_overlapped_actions",
     "stage_backward_input",
     "stage_backward_weight",
@@ -80,10 +80,10 @@ def register_overlapped_fb_function(
     pairs = [{ComputationType.FORWARD, backward} for backward in _BACKWARDS]
     usual = all({sub_action.computation_type for sub_action in pair} in pairs and len(pair) == 2 for pair in parts)
     if parts and usual and overlapped not in schedule._comp_type_to_function_map:
-        schedule.register_custom_function(overlapped, partial(_overlap, run))
+        schedule.register_custom_function(overlapped, partial(_run_overlapped_action, run))
 
 
-def _overlap(run: Callable[..., None], action: Action, context: Any) -> None:
+def _run_overlapped_action(run: Callable[..., None], action: Action, context: Any) -> None:
     """As PyTorch's runtime, except for the order of the two computations."""
     schedule = context.schedule_ref
     stages = {stage.stage_index: stage for stage in schedule._stages}
@@ -129,14 +129,14 @@ def copy_view_outputs(stage: Any, microbatch: int) -> None:
     layer over sequences.
     """
     outputs, inputs = stage.fwd_cache[microbatch]
-    stage.fwd_cache[microbatch] = tuple(map(_not_a_view, outputs)), inputs
+    stage.fwd_cache[microbatch] = tuple(map(_clone_if_view, outputs)), inputs
 
 
-def _not_a_view(value: Any) -> Any:
+def _clone_if_view(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) and is_view(value) else value
 
 
-def set_actions(schedule: Any, actions: Mapping[int, Sequence[Action | None]]) -> None:
+def set_schedule_actions(schedule: Any, actions: Mapping[int, Sequence[Action | None]]) -> None:
     """Let a schedule run these computations of each rank, to which PyTorch adds the communication."""
     schedule.pipeline_order = actions
     schedule._prepare_schedule_with_comms(actions)
@@ -153,10 +153,10 @@ def split_overlapped_actions(schedule: Any) -> None:
         rank: [part for action in row for part in (action.sub_actions or (action,) if action is not None else (None,))]
         for rank, row in schedule.pipeline_order.items()
     }
-    set_actions(schedule, parted)
+    set_schedule_actions(schedule, parted)
 
 
-def forget_batch(schedule: Schedule) -> None:
+def release_schedule_tensors(schedule: Schedule) -> None:
     """Release the tensors that PyTorch would keep until the next step."""
     schedule._internal_losses.clear()
     for stage in _stages_of(schedule):

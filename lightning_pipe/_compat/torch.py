@@ -60,9 +60,8 @@ __all__ = [
     "ShardedTensor",
     "TorchDispatchMode",
     "TreeSpec",
+    "allow_dynamic_sizes_below_two",
     "allow_empty_optimizers",
-    "allow_sizes_below_two",
-    "backend_of",
     "default_store",
     "device_from_to_args",
     "dispatch_mode_stack",
@@ -73,15 +72,20 @@ __all__ = [
     "fsspec_writer",
     "function_mode_count",
     "function_mode_stack",
+    "get_active_saved_tensor_hooks",
+    "get_backend_object",
+    "get_found_inf_per_device",
+    "get_operator_schema",
+    "get_optimizers_in_backward",
+    "get_overload_packet",
+    "get_reset_parameters_method",
+    "get_tensor_backward_hooks",
     "gradient_buckets",
-    "gradient_hooks",
     "group_timeout",
+    "has_idle_dataloader_workers",
     "is_profiler_enabled",
     "is_view",
     "leak_cpp_references",
-    "optimizers_in_backward",
-    "overflow_flags",
-    "overloads_of",
     "pop_dispatch_mode",
     "pop_function_mode",
     "push_dispatch_mode",
@@ -89,9 +93,6 @@ __all__ = [
     "pytree",
     "rebuild_buckets",
     "register_pytree_node",
-    "reset_method",
-    "saved_tensor_hooks",
-    "schema_of",
     "set_donated_buffers",
     "set_element",
     "set_optimizer_in_backward",
@@ -104,7 +105,6 @@ __all__ = [
     "tree_unflatten",
     "version_counters_preserved",
     "will_execute_node",
-    "workers_wait",
 ]
 
 # The method of process groups has another name before PyTorch 2.13.
@@ -117,7 +117,7 @@ GROUPED_MM = torch.ops.aten._grouped_mm.default
 _CPU = torch.device("cpu")
 
 
-def backend_of(group: dist.ProcessGroup, device: torch.device = _CPU) -> Any:
+def get_backend_object(group: dist.ProcessGroup, device: torch.device = _CPU) -> Any:
     """Backend object that runs the collectives of *group* for tensors on *device* (default CPU)."""
     return group._get_backend(device)
 
@@ -128,7 +128,7 @@ def group_timeout(group: Any = None) -> timedelta:
     limits = []
     for device in group._device_types:
         with suppress(AttributeError, RuntimeError):  # a backend without options
-            limits.append(backend_of(group, device).options._timeout)
+            limits.append(get_backend_object(group, device).options._timeout)
     return min(limits, default=dist.distributed_c10d.default_pg_timeout)
 
 
@@ -139,7 +139,9 @@ def leak_cpp_references(tensors: list[torch.Tensor]) -> None:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(torch._C.ScriptList(tensors)))
 
 
-def overflow_flags(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> dict[torch.device, torch.Tensor]:
+def get_found_inf_per_device(
+    scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer
+) -> dict[torch.device, torch.Tensor]:
     """Flags for which a scaler skips the step of *optimizer*, by device: 1 after an overflow, otherwise 0."""
     flags: dict[torch.device, torch.Tensor] = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
     return flags
@@ -163,7 +165,7 @@ def is_profiler_enabled() -> bool:
     return profiler._is_profiler_enabled
 
 
-def saved_tensor_hooks() -> tuple[Any, Any] | None:
+def get_active_saved_tensor_hooks() -> tuple[Any, Any] | None:
     """Innermost pair of ``torch.autograd.graph.saved_tensors_hooks`` in this thread; None if no hooks are active."""
     hooks: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks
@@ -179,11 +181,13 @@ def allow_empty_optimizers() -> Generator[None, None, None]:
     """Allow the user's optimizers without parameters, for ranks whose stages are all frozen; PyTorch rejects them."""
     make = torch.optim.Optimizer.__init__
 
-    def make_also_of_none(self: torch.optim.Optimizer, params: Iterable[Any], defaults: dict[str, Any]) -> None:
+    def init_allowing_no_parameters(
+        self: torch.optim.Optimizer, params: Iterable[Any], defaults: dict[str, Any]
+    ) -> None:
         parameters: Any = params if isinstance(params, torch.Tensor) else list(params)
         make(self, [{"params": []}] if isinstance(parameters, list) and not parameters else parameters, defaults)
 
-    torch.optim.Optimizer.__init__ = make_also_of_none  # type: ignore[method-assign]
+    torch.optim.Optimizer.__init__ = init_allowing_no_parameters  # type: ignore[method-assign]
     try:
         yield
     finally:
@@ -205,7 +209,7 @@ def foreach_norms(tensors: list[torch.Tensor]) -> Iterable[torch.Tensor]:
     return torch._foreach_norm(tensors)
 
 
-def overloads_of(operator: Any) -> Any:
+def get_overload_packet(operator: Any) -> Any:
     """Operator of ``torch.ops`` whose overload a dispatch mode sees."""
     return operator._overloadpacket
 
@@ -216,17 +220,17 @@ def device_from_to_args(*args: Any, **kwargs: Any) -> torch.device | None:
     return device
 
 
-def gradient_hooks(tensor: torch.Tensor) -> dict[int, Any] | None:
+def get_tensor_backward_hooks(tensor: torch.Tensor) -> dict[int, Any] | None:
     """Hooks that ``Tensor.register_hook`` has registered, as the tensor's own dictionary; None without any."""
     return tensor._backward_hooks
 
 
-def reset_method(module: torch.nn.Module) -> Callable[[], Any] | None:
+def get_reset_parameters_method(module: torch.nn.Module) -> Callable[[], Any] | None:
     """Method that initializes a module's parameters; ``nn.MultiheadAttention`` has it under a private name."""
     return getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
 
 
-def schema_of(operator: Any) -> Any:
+def get_operator_schema(operator: Any) -> Any:
     """Schema of an operator overload, with its ``name``, ``arguments`` and ``is_mutable``."""
     return operator._schema
 
@@ -257,18 +261,18 @@ def set_donated_buffers(donated: bool) -> bool:
     return before
 
 
-def allow_sizes_below_two() -> Any:
+def allow_dynamic_sizes_below_two() -> Any:
     """Context in which an exported program can have sizes of 0 and 1: by default, they are at least 2."""
     return shape_options.patch(backed_size_oblivious=True)  # type: ignore[attr-defined]
 
 
 def compile_and_package(program: Any, file: str | Path) -> None:
     """Compile an exported program ahead of time to a package. From a name, PyTorch would expect the suffix .pt2."""
-    with allow_sizes_below_two(), Path(file).open("wb") as package:
+    with allow_dynamic_sizes_below_two(), Path(file).open("wb") as package:
         torch._inductor.aoti_compile_and_package(program, package_path=package)
 
 
-def optimizers_in_backward(parameter: torch.Tensor) -> list[tuple[Any, dict[str, Any]]]:
+def get_optimizers_in_backward(parameter: torch.Tensor) -> list[tuple[Any, dict[str, Any]]]:
     """Optimizers that ``apply_optimizer_in_backward`` attached to a parameter, as pairs of class and arguments."""
     classes = getattr(parameter, "_optimizer_classes", ())
     return list(zip(classes, getattr(parameter, "_optimizer_kwargs", ()), strict=True))
@@ -294,6 +298,6 @@ def rebuild_buckets(model: DistributedDataParallel) -> bool:
     return bool(model.reducer._rebuild_buckets())
 
 
-def workers_wait(loader: Any) -> bool:
+def has_idle_dataloader_workers(loader: Any) -> bool:
     """Return True if a loader's persistent workers have been started and wait for its next iteration."""
     return isinstance(loader, torch.utils.data.DataLoader) and loader._iterator is not None

@@ -38,7 +38,7 @@ def copy_with_tensors(features: K, **tensors: Any) -> K:
     return copied
 
 
-def same_tensors(first: KeyedJaggedTensor, second: KeyedJaggedTensor) -> bool:
+def kjts_share_tensors(first: KeyedJaggedTensor, second: KeyedJaggedTensor) -> bool:
     """Return True if both hold the same tensor objects. Tensors that are computed lazily stay uncomputed."""
     names = ("_values", "_weights", "_lengths", "_offsets")
     return all(getattr(first, name) is getattr(second, name) for name in names)
@@ -112,20 +112,20 @@ def kernels_of(module: Any) -> Iterator[tuple[Any, Sequence[Any]]]:
             yield kernel.emb_module, kernel._config.embedding_tables
 
 
-def fast_kernel_of(lookup: Any) -> Any:
+def get_single_kernel_of_lookup(lookup: Any) -> Any:
     """FBGEMM kernel of a ``GroupedPooledEmbeddingsLookup``; None with several kernels or a feature processor."""
     alone = len(lookup._emb_modules) == 1 and lookup._feature_processor is None
     return lookup._emb_modules[0].emb_module if alone else None
 
 
-def snapshot_lookup(kernel: Any) -> dict[str, Any]:
+def snapshot_last_lookup(kernel: Any) -> dict[str, Any]:
     """What an FBGEMM kernel with ``prefetch_pipeline`` keeps of its newest lookup, which its backward hook reads."""
     names = ("lxu_cache_locations", "_indices", "_offsets", "_vbe_B_offsets", "_vbe_max_B")
     return {name: getattr(kernel, name) for name in names if hasattr(kernel, name)}
 
 
-def restore_lookup(kernel: Any, newest: dict[str, Any]) -> None:
-    """Undo the effect of later lookups on :func:`snapshot_lookup`."""
+def restore_last_lookup(kernel: Any, newest: dict[str, Any]) -> None:
+    """Undo the effect of later lookups on :func:`snapshot_last_lookup`."""
     for name, value in newest.items():
         setattr(kernel, name, value)
 
@@ -168,7 +168,7 @@ def get_all_to_alls(module: nn.Module) -> list[KJTAllToAll]:
     return list(all_to_alls.values())
 
 
-def all_to_all_group(all_to_all: KJTAllToAll) -> dist.ProcessGroup:
+def get_all_to_all_group(all_to_all: KJTAllToAll) -> dist.ProcessGroup:
     """Process group of an all-to-all returned by :func:`get_all_to_alls`."""
     group: dist.ProcessGroup = all_to_all._pg
     return group

@@ -37,7 +37,7 @@ def attention_implementation(config: Any) -> str:
     return str(getattr(config, "_attn_implementation", None) or "eager")
 
 
-def supports_flash(model: Any) -> bool:
+def model_supports_flash_attention(model: Any) -> bool:
     """Return True if transformers uses FlashAttention's functions for a model: causal masks and boundaries alone."""
     return bool(getattr(model, "_supports_flash_attn", False))
 
@@ -75,7 +75,7 @@ def disable_packed_sequence_detection() -> Generator[None, None, None]:
 
 
 @dataclass(frozen=True)
-class Conversion:
+class WeightConversion:
     """How some tensors of the files become some tensors of a model."""
 
     sources: tuple[str, ...]  # names in the files, in order
@@ -83,7 +83,7 @@ class Conversion:
     transform: Any  # transformers' object that converts them; None if one tensor is taken unchanged
     first: str  # name of the first resulting tensor in the model
 
-    def run(self, tensors: Mapping[str, Tensor], model: Any) -> dict[str, Tensor]:
+    def convert_tensors(self, tensors: Mapping[str, Tensor], model: Any) -> dict[str, Tensor]:
         """Convert tensors, also on the meta device."""
         if self.transform is None:
             return {self.first: tensors[self.sources[0]]}
@@ -105,7 +105,7 @@ class Conversion:
 
 def conversions_of(
     model: Any, names: Iterable[str], model_tensor_names: Iterable[str] | None = None
-) -> tuple[list[Conversion], list[str]]:
+) -> tuple[list[WeightConversion], list[str]]:
     """Find how tensors of files become tensors of *model*, as ``from_pretrained`` would."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
@@ -117,7 +117,7 @@ def conversions_of(
     state: dict[str, Any] = dict.fromkeys(
         model.state_dict() if model_tensor_names is None else model_tensor_names, True
     )
-    conversions: dict[str, Conversion] = {}
+    conversions: dict[str, WeightConversion] = {}
     unexpected: list[str] = []
     for name in sorted(names, key=dot_natural_key):
         target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, state)
@@ -130,11 +130,11 @@ def conversions_of(
             ] or [target]
             continue
         transform = None if pattern is None else by_pattern[pattern]
-        before = conversions.get(target, Conversion((), (), transform, target))
+        before = conversions.get(target, WeightConversion((), (), transform, target))
         if before.sources and (transform is None or before.transform is not transform):
             unexpected.append(name)  # a second name for the same tensor
             continue
-        conversions[target] = Conversion(
+        conversions[target] = WeightConversion(
             (*before.sources, name), (*before.patterns, pattern or name), transform, target
         )
     return list(conversions.values()), unexpected

@@ -34,7 +34,7 @@ def allow_uneven_loaders(trainer: pl.Trainer) -> Iterator[list[Exception]]:
         return
     sampler_of, parse = data_connector._get_distributed_sampler, data_connector._parse_num_batches
 
-    def without_repeated_rows(*args: Any, mode: Any = None, **kwargs: Any) -> DistributedSampler[Any]:
+    def make_unpadded_distributed_sampler(*args: Any, mode: Any = None, **kwargs: Any) -> DistributedSampler[Any]:
         sampler = sampler_of(*args, **kwargs)
         if not sampler.drop_last:
             sampler.total_size = len(sampler.dataset)  # type: ignore[arg-type]
@@ -52,7 +52,9 @@ def allow_uneven_loaders(trainer: pl.Trainer) -> Iterator[list[Exception]]:
         return sized_len(loader) is not None
 
     with ExitStack() as replaced:
-        replaced.enter_context(patch.multiple(data_connector, _get_distributed_sampler=without_repeated_rows))
+        replaced.enter_context(
+            patch.multiple(data_connector, _get_distributed_sampler=make_unpadded_distributed_sampler)
+        )
         for loop in (evaluation_loop, prediction_loop):
             replaced.enter_context(patch.multiple(loop, has_len_all_ranks=has_length, _parse_num_batches=parse_or_note))
         replaced.enter_context(warnings.catch_warnings())

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from lightning_pipe._compat.lightning import AutomaticOptimization, copy_as_subclass
 
 
-class ZeroGradFirst(AutomaticOptimization):
+class ZeroGradFirstOptimization(AutomaticOptimization):
     """Zeroes gradients before ``training_step``, with the usual hooks. Lightning zeroes them after ``training_step``.
 
     A pipeline schedule runs backward together with forward, in ``training_step``. Zeroing after it would delete the new
@@ -33,11 +33,11 @@ class ZeroGradFirst(AutomaticOptimization):
         step = self._make_step_fn(kwargs)
         zero_grad = self._make_zero_grad_fn(batch_idx, optimizer)
 
-        def zero_grad_and_step() -> ClosureResult:
+        def zero_grad_and_training_step() -> ClosureResult:
             if zero_grad is not None:
                 if self._on_zero_grad is not None:
                     self._on_zero_grad()
                 zero_grad()
             return step()
 
-        return Closure(step_fn=zero_grad_and_step, backward_fn=self._make_backward_fn(optimizer))
+        return Closure(step_fn=zero_grad_and_training_step, backward_fn=self._make_backward_fn(optimizer))

@@ -12,7 +12,7 @@ from rich import box
 from rich.console import Group
 from rich.text import Text
 
-from lightning_pipe.callbacks.common import CallbackWithGroup, log_values
+from lightning_pipe.callbacks.common import CallbackWithProcessGroup, log_values
 from lightning_pipe.engine import SetupError
 from lightning_pipe.engine.common.options import check_whole_number
 from lightning_pipe.engine.common.report_table import ReportTable, print_report
@@ -24,7 +24,7 @@ from lightning_pipe.strategies.strategy_info import PipelineInfo, get_strategy_i
 _KEPT = 1000  # steps; more would hardly change the medians
 
 
-class BubbleMonitor(CallbackWithGroup):
+class BubbleMonitor(CallbackWithProcessGroup):
     """Measure the bubble of an :class:`~lightning_pipe.strategies.LLMPipelineStrategy` and print a table after fit.
 
     For each measured step the callback logs two values:
@@ -64,7 +64,7 @@ class BubbleMonitor(CallbackWithGroup):
         return self._report
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        _stages(trainer)
+        _require_pipeline_info(trainer)
         self._steps.clear()
         self._seen, self._before, self._report = 0, None, None
         self._make_group()
@@ -75,7 +75,7 @@ class BubbleMonitor(CallbackWithGroup):
         self._seen += 1
         if self._seen <= self._warmup or (trainer.global_step + 1) % self._every:
             return
-        runner = _stages(trainer).runner
+        runner = _require_pipeline_info(trainer).runner
         self._before = len(runner.events), runner.record_events
         runner.record_events = True
         if self._group is not None:
@@ -86,7 +86,7 @@ class BubbleMonitor(CallbackWithGroup):
     ) -> None:
         if self._before is None:
             return
-        stages = _stages(trainer)
+        stages = _require_pipeline_info(trainer)
         runner, (count, was_recording) = stages.runner, self._before
         self._before = None
         events = runner.events[count:]
@@ -112,13 +112,13 @@ class BubbleMonitor(CallbackWithGroup):
                 f" warmup={self._warmup}, no step was due. Decrease `every_n_steps` or `warmup`, or train longer."
             )
             return
-        stages = _stages(trainer)
+        stages = _require_pipeline_info(trainer)
         self._report = summarize_bubble(stages.schedule, stages.num_microbatches, self._steps)
         if trainer.is_global_zero:
             print_report(bubble_table(self._report))
 
 
-def _stages(trainer: pl.Trainer) -> PipelineInfo:
+def _require_pipeline_info(trainer: pl.Trainer) -> PipelineInfo:
     stages = get_strategy_info(trainer.strategy).stages
     if stages is None:
         raise SetupError(
@@ -145,7 +145,7 @@ def bubble_table(report: BubbleReport) -> Group:
         idle = _percent(1 - rank_times.busy / rank_times.step) if rank_times.step else "-"
         ranks.add_row(str(rank), *map(_milliseconds, times), idle)
 
-    bubble = ReportTable.with_number_columns("bubble", "share", "step")
+    bubble = ReportTable.create_with_number_columns("bubble", "share", "step")
     bubble.add_row("measured", _percent(medians.measured), _milliseconds(medians.step))
     if medians.simulated is not None and medians.simulated_step is not None:
         bubble.add_row(
@@ -155,14 +155,14 @@ def bubble_table(report: BubbleReport) -> Group:
         bubble.add_row("(P - 1) / (m + P - 1)", _percent(report.textbook), "")
 
     title = (
-        f"schedule {report.schedule}: {_count(len(medians.ranks), 'rank')},"
-        f" {_count(report.num_microbatches, 'micro-batch', 'micro-batches')}; medians of"
-        f" {_count(report.steps, 'step')}, in ms"
+        f"schedule {report.schedule}: {_format_counted_noun(len(medians.ranks), 'rank')},"
+        f" {_format_counted_noun(report.num_microbatches, 'micro-batch', 'micro-batches')}; medians of"
+        f" {_format_counted_noun(report.steps, 'step')}, in ms"
     )
     return Group(Text(title), ranks, bubble)
 
 
-def _count(number: int, singular: str, plural: str | None = None) -> str:
+def _format_counted_noun(number: int, singular: str, plural: str | None = None) -> str:
     return f"{number} {singular if number == 1 else plural or f'{singular}s'}"
 
 

@@ -15,7 +15,7 @@ from lightning_pipe.engine.ranks.process_groups import new_group
 from lightning_pipe.loops import PipelineTrainingEpochLoop
 
 
-def require_pipeline(trainer: pl.Trainer, callback: pl.Callback) -> None:
+def check_strategy_has_pipeline(trainer: pl.Trainer, callback: pl.Callback) -> None:
     """Check that the trainer's strategy runs tasks."""
     if not isinstance(trainer.fit_loop.epoch_loop, PipelineTrainingEpochLoop):
         name = type(callback).__name__
@@ -25,8 +25,8 @@ def require_pipeline(trainer: pl.Trainer, callback: pl.Callback) -> None:
         )
 
 
-def loop_of(trainer: pl.Trainer) -> PipelineTrainingEpochLoop:
-    """Loop that runs tasks, after :func:`require_pipeline`."""
+def get_training_epoch_loop(trainer: pl.Trainer) -> PipelineTrainingEpochLoop:
+    """Loop that runs tasks, after :func:`check_strategy_has_pipeline`."""
     loop = trainer.fit_loop.epoch_loop
     assert isinstance(loop, PipelineTrainingEpochLoop)
     return loop
@@ -34,7 +34,7 @@ def loop_of(trainer: pl.Trainer) -> PipelineTrainingEpochLoop:
 
 def pipeline_of(trainer: pl.Trainer, callback: pl.Callback) -> SWPipeline:
     """Pipeline that is currently running."""
-    program = loop_of(trainer).program
+    program = get_training_epoch_loop(trainer).program
     if program is None:
         name = type(callback).__name__
         raise SetupError(
@@ -44,7 +44,7 @@ def pipeline_of(trainer: pl.Trainer, callback: pl.Callback) -> SWPipeline:
     return program.pipeline
 
 
-class CallbackWithGroup(pl.Callback):
+class CallbackWithProcessGroup(pl.Callback):
     """Callback that has a CPU process group of all ranks during a fit, independent of collectives in other groups."""
 
     _group: dist.ProcessGroup | None = None  # None with one rank
@@ -63,7 +63,7 @@ class CallbackWithGroup(pl.Callback):
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         self._destroy_group()
 
-    def _write(self, write: Callable[[], None]) -> None:
+    def _write_or_warn(self, write: Callable[[], None]) -> None:
         """Call *write*. If a file cannot be written, or the device has failed, warn once a fit."""
         try:
             write()

@@ -14,11 +14,17 @@ import lightning.pytorch as pl
 from torch.utils.data import DataLoader
 
 from lightning_pipe._compat.lightning import batch_sizes, get_combined_loader
-from lightning_pipe.callbacks.common import CallbackWithGroup, log_values, loop_of, pipeline_of, require_pipeline
+from lightning_pipe.callbacks.common import (
+    CallbackWithProcessGroup,
+    check_strategy_has_pipeline,
+    get_training_epoch_loop,
+    log_values,
+    pipeline_of,
+)
 from lightning_pipe.callbacks.verdict import (
+    BottleneckVerdict,
     StepBreakdown,
     Straggler,
-    Verdict,
     find_straggler,
     find_verdict,
     forward_wait,
@@ -35,7 +41,7 @@ _LATEST = 1000  # steps of an epoch over which the median wait is taken
 
 
 @dataclass(frozen=True)
-class _Reading:
+class _CounterSnapshot:
     """All counters at one moment, in seconds."""
 
     meter: Meter
@@ -47,7 +53,7 @@ class _Reading:
 
 
 @dataclass
-class _Sum:
+class _TotalsOverSteps:
     """Sums over several iterations; times in seconds."""
 
     iterations: int = 0
@@ -59,7 +65,9 @@ class _Sum:
     in_flight: int = 0
     samples: int | None = 0  # None after a batch of unknown size
 
-    def add(self, before: _Reading, after: _Reading, paused: float, in_flight: int, samples: int | None) -> None:
+    def add(
+        self, before: _CounterSnapshot, after: _CounterSnapshot, paused: float, in_flight: int, samples: int | None
+    ) -> None:
         loader = after.loader - before.loader
         self.iterations += 1
         self.seconds += after.clock - before.clock - paused
@@ -85,7 +93,7 @@ class _Sum:
         )
 
 
-class PipelineMonitor(CallbackWithGroup):
+class PipelineMonitor(CallbackWithProcessGroup):
     """Log a breakdown of the step time and print the bottleneck.
 
     For the strategies ``pipeline``, ``in_process_pipeline``, ``recsys_*`` and ``llm_*``. Means over the latest steps
@@ -126,18 +134,18 @@ class PipelineMonitor(CallbackWithGroup):
         self._one_host = False
         self._trained = 0
         self._use: list[StepBreakdown] = []
-        self._verdict: Verdict | None = None
-        self._printed: Verdict | None = None
-        self._window, self._epoch = _Sum(), _Sum()
+        self._verdict: BottleneckVerdict | None = None
+        self._printed: BottleneckVerdict | None = None
+        self._window, self._epoch = _TotalsOverSteps(), _TotalsOverSteps()
         self._wait_shares: deque[float] = deque(maxlen=_LATEST)
         # State of the current step: counters at its start, excluded time, batches in flight and samples.
-        self._before: _Reading | None = None
+        self._before: _CounterSnapshot | None = None
         self._paused = self._pause_began = 0.0
         self._following = self._in_flight = 0
         self._samples: int | None = None
 
     @property
-    def use(self) -> list[StepBreakdown]:
+    def step_breakdown_by_rank(self) -> list[StepBreakdown]:
         """Mean step time of the last epoch by activity, one entry per rank; empty if the epoch had too few steps."""
         return list(self._use)
 
@@ -163,13 +171,13 @@ class PipelineMonitor(CallbackWithGroup):
     # ------------------------------------------------------------------ Lightning's calls
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        require_pipeline(trainer, self)
+        check_strategy_has_pipeline(trainer, self)
         self._trained, self._use, self._verdict, self._printed = 0, [], None, None
         self._make_group()
         self._one_host = self._group is not None and is_single_host(self._group)
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._window, self._epoch = _Sum(), _Sum()
+        self._window, self._epoch = _TotalsOverSteps(), _TotalsOverSteps()
         self._wait_shares.clear()
         self.exclude_step()
 
@@ -178,17 +186,17 @@ class PipelineMonitor(CallbackWithGroup):
     ) -> None:
         if self._before is not None:
             self._in_flight = len(pipeline_of(trainer, self).in_flight)
-            self._samples = _samples(batch)
+            self._samples = _get_batch_size(batch)
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        reading = _read(trainer, self)
+        reading = _read_counters(trainer, self)
         # A step with another meter is not counted: the plan, and with it the pipeline, was replaced during the step.
         if self._before is not None and self._following:
             self._following -= 1
         elif self._before is not None and self._before.meter is reading.meter:
-            step = _Sum()
+            step = _TotalsOverSteps()
             for total in (self._window, self._epoch, step):
                 total.add(self._before, reading, self._paused, self._in_flight, self._samples)
             self._wait_shares.append(main_thread_wait(step.mean(), trainer.world_size) / max(step.seconds, 1e-9))
@@ -197,7 +205,7 @@ class PipelineMonitor(CallbackWithGroup):
         every = self._every or getattr(trainer, "log_every_n_steps", 0)
         if every and self._trained % every == 0 and self._window.iterations:
             self._log(trainer, self._window.mean())
-            self._window = _Sum()
+            self._window = _TotalsOverSteps()
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._pause_began = time.perf_counter()
@@ -226,7 +234,7 @@ class PipelineMonitor(CallbackWithGroup):
         straggler = find_straggler(self._use)
         text = f"epoch {trainer.current_epoch}: {verdict.text}{f'; {straggler.text}' if straggler else ''}"
         self._verdict = replace(verdict, text=text, straggler=straggler)
-        if self._printed is None or _subject(self._printed) != _subject(self._verdict):
+        if self._printed is None or _get_kind_and_straggler(self._printed) != _get_kind_and_straggler(self._verdict):
             self._print(trainer)
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -266,20 +274,20 @@ def exclude_step_from_monitors(trainer: pl.Trainer, following: int = 0) -> None:
             callback.exclude_step(following)
 
 
-def _subject(verdict: Verdict) -> tuple[str, int | None]:
+def _get_kind_and_straggler(verdict: BottleneckVerdict) -> tuple[str, int | None]:
     return verdict.kind, verdict.straggler.rank if verdict.straggler else None
 
 
-def _read(trainer: pl.Trainer, callback: pl.Callback) -> _Reading:
+def _read_counters(trainer: pl.Trainer, callback: pl.Callback) -> _CounterSnapshot:
     pipeline = pipeline_of(trainer, callback)
     if pipeline.meter is None:
         pipeline.meter = Meter()
     meter = pipeline.meter
-    clock, loader = time.perf_counter(), loop_of(trainer).fetch_seconds
-    return _Reading(meter, clock, loader, meter.fetching, meter.waiting, dict(meter.tasks))
+    clock, loader = time.perf_counter(), get_training_epoch_loop(trainer).fetch_seconds
+    return _CounterSnapshot(meter, clock, loader, meter.fetching, meter.waiting, dict(meter.tasks))
 
 
-def _samples(batch: Any) -> int | None:
+def _get_batch_size(batch: Any) -> int | None:
     """Number of samples of a batch; None if its tensors differ in size."""
     sizes = {size for size in batch_sizes(batch) if size is not None}
     return sizes.pop() if len(sizes) == 1 else None

@@ -14,15 +14,15 @@ import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lightning_pipe.callbacks.common import CallbackWithGroup, add_suffix, loop_of, pipeline_of
+from lightning_pipe.callbacks.common import CallbackWithProcessGroup, add_suffix, get_training_epoch_loop, pipeline_of
 from lightning_pipe.callbacks.monitor import exclude_step_from_monitors
 from lightning_pipe.callbacks.report import write_report
 from lightning_pipe.engine import PipelinePlan, ProfileResult, SetupError, TaskSpan
 from lightning_pipe.engine.common.atomic_file import atomic_write
 from lightning_pipe.engine.common.options import check_whole_number
-from lightning_pipe.engine.observe.clocks import measure_offset, to_first_rank
+from lightning_pipe.engine.observe.clocks import make_clock_converter, measure_offset
 from lightning_pipe.engine.observe.timeline import Bar, Timeline, on_clock, task_bars
-from lightning_pipe.engine.observe.trace import Trace
+from lightning_pipe.engine.observe.trace import TraceRecorder
 from lightning_pipe.engine.ranks.agreement import check_agreement
 from lightning_pipe.engine.ranks.object_collectives import gather_objects_on_first_rank
 from lightning_pipe.strategies.strategy_info import get_strategy_info
@@ -31,7 +31,7 @@ _PACKAGES = ("lightning-pipe", "torch", "lightning", "torchrec")
 _TRACED = 6  # batches traced before a profile, for the report's timeline
 
 
-class PipelineProfiler(CallbackWithGroup):
+class PipelineProfiler(CallbackWithProcessGroup):
     """Measure the cost of each task after chosen optimizer steps. For the strategies ``recsys_*``.
 
     The cost of a task is its exposed time: the time by which a step is shorter if the task is replayed
@@ -102,7 +102,7 @@ class PipelineProfiler(CallbackWithGroup):
         self._profiles: dict[int, ProfileResult] = {}
         self._next_step: int | None = None  # optimizer step after which to profile next
         self._stepped = 0
-        self._trace: Trace | None = None
+        self._trace: TraceRecorder | None = None
         self._folder = Path()
 
     @property
@@ -123,7 +123,7 @@ class PipelineProfiler(CallbackWithGroup):
         self._latest.clear()
         self._profiles.clear()
         self._stepped = trainer.global_step
-        self._next_step = self._next(self._stepped)
+        self._next_step = self._find_next_profile_step(self._stepped)
         self._trace, self._warned = None, False
         self._make_group()
         requested = {"at_steps": self._at_steps, "every_n_steps": self._every, "tasks": self._tasks}
@@ -136,7 +136,7 @@ class PipelineProfiler(CallbackWithGroup):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         self._stepped = trainer.global_step
-        loop = loop_of(trainer)
+        loop = get_training_epoch_loop(trainer)
         if self._next_step is None or loop.ledger is None:
             return
         # Keep the batch as the loader returned it, since the transfer hooks are called again. Batches already in flight
@@ -160,11 +160,11 @@ class PipelineProfiler(CallbackWithGroup):
         if active_trace is not None and active_trace is not self._trace:
             return
         self._profile(trainer, step)
-        self._next_step = self._next(step)
+        self._next_step = self._find_next_profile_step(step)
         self._latest.clear()
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._spans(trainer)
+        self._stop_trace(trainer)
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._destroy_group()
@@ -175,7 +175,7 @@ class PipelineProfiler(CallbackWithGroup):
                 " longer."
             )
 
-    def _next(self, step: int) -> int | None:
+    def _find_next_profile_step(self, step: int) -> int | None:
         """First step after *step* at which to profile; None if no profile is left."""
         later = [at_step for at_step in self._at_steps if at_step > step]
         if self._every is not None:
@@ -187,7 +187,7 @@ class PipelineProfiler(CallbackWithGroup):
     def _profile(self, trainer: pl.Trainer, step: int) -> None:
         pipeline, measure = pipeline_of(trainer, self), get_strategy_info(trainer.strategy).profile
         assert measure is not None
-        spans = self._spans(trainer)
+        spans = self._stop_trace(trainer)
         bars = self._bars_of_all(trainer, spans)
         profile = measure(list(self._latest), self._tasks, rounds=self._rounds, iterations=self._iterations)
         self._profiles[step] = profile
@@ -211,16 +211,18 @@ class PipelineProfiler(CallbackWithGroup):
             logger.log_metrics(values, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
         path, report = self._path, self._report
         if path is not None:
-            self._write(lambda: _write_json(self._named(path, step), profile))
+            self._write_or_warn(lambda: _write_json(self._get_output_path(path, step), profile))
         if report is not None:
             timeline = Timeline(bars, plan.dependencies) if bars else None
-            facts = _facts(trainer, step, profile)
-            self._write(lambda: write_report(self._named(report, step), profile, plan, timeline, facts))
+            facts = _collect_run_facts(trainer, step, profile)
+            self._write_or_warn(
+                lambda: write_report(self._get_output_path(report, step), profile, plan, timeline, facts)
+            )
 
-    def _spans(self, trainer: pl.Trainer) -> list[TaskSpan]:
+    def _stop_trace(self, trainer: pl.Trainer) -> list[TaskSpan]:
         """Stop this callback's trace, if it is the one being recorded, and return its spans."""
         trace, self._trace = self._trace, None
-        program = loop_of(trainer).program
+        program = get_training_epoch_loop(trainer).program
         if trace is None or program is None or program.pipeline.trace is not trace:
             return []
         return program.pipeline.stop_trace()
@@ -228,10 +230,10 @@ class PipelineProfiler(CallbackWithGroup):
     def _bars_of_all(self, trainer: pl.Trainer, spans: Sequence[TaskSpan]) -> list[Bar]:
         """Gather the bars of all ranks on rank 0, on a common clock."""
         offset = measure_offset(self._group)
-        local_bars = on_clock(to_first_rank(offset, offset), task_bars(spans, trainer.global_rank))
+        local_bars = on_clock(make_clock_converter(offset, offset), task_bars(spans, trainer.global_rank))
         return [bar for bars in gather_objects_on_first_rank(local_bars, self._group) for bar in bars]
 
-    def _named(self, path: Path, step: int) -> Path:
+    def _get_output_path(self, path: Path, step: int) -> Path:
         number = f"-step{step}" if self._every is not None or len(self._at_steps) > 1 else ""
         return add_suffix(self._folder, path, number)
 
@@ -241,7 +243,7 @@ def _write_json(path: Path, profile: ProfileResult) -> None:
         unfinished.write_text(profile.to_json(), encoding="utf-8")
 
 
-def _facts(trainer: pl.Trainer, step: int, profile: ProfileResult) -> dict[str, str]:
+def _collect_run_facts(trainer: pl.Trainer, step: int, profile: ProfileResult) -> dict[str, str]:
     versions = []
     for package in _PACKAGES:
         try:

@@ -14,7 +14,7 @@ from lightning_pipe.strategies.strategy_info import StrategyInfo
 _ENDS = 5  # batch ends to keep; a picture shows no more batches
 
 
-class Recording:
+class TraceRecording:
     """One recording, which starts when the object is created."""
 
     def __init__(self, first: int, clock: ClockOffset, work: StrategyInfo, keep: int) -> None:
@@ -35,7 +35,7 @@ class Recording:
 
     def start(self, pipeline: SWPipeline, batch: int) -> None:
         """Start to record the tasks of *pipeline*, which trains *batch* of the fit next."""
-        self._look_at(pipeline, batch)
+        self._set_recorded_pipeline(pipeline, batch)
         pipeline.start_trace(self._keep)
         self.ends = deque([time.perf_counter()], maxlen=_ENDS)
 
@@ -44,18 +44,18 @@ class Recording:
         if pipeline is self._pipeline:
             return
         self._take_bars(rank)
-        self._look_at(pipeline, batch)
+        self._set_recorded_pipeline(pipeline, batch)
         if pipeline.trace is None:
             pipeline.start_trace(self._keep)
 
-    def _look_at(self, pipeline: SWPipeline, batch: int) -> None:
+    def _set_recorded_pipeline(self, pipeline: SWPipeline, batch: int) -> None:
         oldest = pipeline.in_flight[0].iter_idx if pipeline.in_flight else pipeline.num_started
         self._pipeline, self._offset = pipeline, batch - oldest
 
     def record_batch_end(self, batch: int) -> None:
         """Record that *batch* has been trained."""
         if self._micro_batches is not None:
-            self._micro_batches.record_batch_end()
+            self._micro_batches.collect_batch_records()
         self.last = batch
         self.ends.append(time.perf_counter())
 

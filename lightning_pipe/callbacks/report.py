@@ -31,30 +31,33 @@ def write_report(
     page = Template(files("lightning_pipe.callbacks").joinpath("report_template.html").read_text(encoding="utf-8"))
     text = page.substitute(
         title=escape(f"Plan {profile.plan}: {1e3 * profile.seconds:.2f} ms per iteration"),
-        summary=escape(_summary(profile)),
-        pictures=_pictures(profile, timeline),
-        tasks=_row(_COLUMNS, "th") + "".join(_row(_cells(profile, plan, name)) for name in plan.schedule),
-        facts="".join(_row(fact) for fact in facts.items()),
+        summary=escape(_summarize_profile(profile)),
+        pictures=_render_pictures_html(profile, timeline),
+        tasks=_format_html_row(_COLUMNS, "th")
+        + "".join(_format_html_row(_format_task_cells(profile, plan, name)) for name in plan.schedule),
+        facts="".join(_format_html_row(fact) for fact in facts.items()),
     )
     with atomic_write(path) as unfinished:
         unfinished.write_text(text, encoding="utf-8")
 
 
-def _pictures(profile: ProfileResult, timeline: Timeline | None) -> str:
+def _render_pictures_html(profile: ProfileResult, timeline: Timeline | None) -> str:
     pictures = []
     try:
         if timeline is not None and timeline.bars:
             end = max(bar.end for bar in timeline.bars)
             begin = max(end - _SHOWN * profile.seconds, min(bar.start for bar in timeline.bars))
             title = f"Last {_SHOWN} iterations before the profile"
-            pictures.append(_picture(title, lambda path: draw_timeline(timeline, path, title, (begin, end))))
-        pictures.append(_picture("Costs of the tasks", lambda path: cost_figure(profile).savefig(path)))
+            pictures.append(
+                _render_picture_html(title, lambda path: draw_timeline(timeline, path, title, (begin, end)))
+            )
+        pictures.append(_render_picture_html("Costs of the tasks", lambda path: cost_figure(profile).savefig(path)))
     except ImportError:
         return "<p>Pictures need Matplotlib: pip install 'lightning-pipe[pictures]'.</p>"
     return "\n".join(pictures)
 
 
-def _picture(title: str, draw: Callable[[Path], None]) -> str:
+def _render_picture_html(title: str, draw: Callable[[Path], None]) -> str:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "picture.png"
         draw(path)
@@ -89,7 +92,7 @@ def cost_figure(profile: ProfileResult) -> Figure:
     return figure
 
 
-def _summary(profile: ProfileResult) -> str:
+def _summarize_profile(profile: ProfileResult) -> str:
     """Findings that hold over the whole confidence intervals."""
     if not profile.exposed:
         return "No task was replayed, so only own times are known."
@@ -118,7 +121,7 @@ def _summary(profile: ProfileResult) -> str:
     return " ".join(sentences)
 
 
-def _cells(profile: ProfileResult, plan: PipelinePlan, name: str) -> list[str]:
+def _format_task_cells(profile: ProfileResult, plan: PipelinePlan, name: str) -> list[str]:
     where, task = plan.schedule[name], profile.tasks.get(name)
     cells = [name, str(where.stage), where.thread_group, where.stream or "current"]
     if task is None:
@@ -128,8 +131,8 @@ def _cells(profile: ProfileResult, plan: PipelinePlan, name: str) -> list[str]:
         return [*cells, "", "", "", "", task.unmeasured_reason]
     interval = f"{1e3 * task.low:.3f} to {1e3 * task.high:.3f}"
     note = f"with {', '.join(task.included_tasks)}" if task.included_tasks else ""
-    return [*cells, f"{1e3 * task.exposed:.3f}", interval, *profile.cells(task), note]
+    return [*cells, f"{1e3 * task.exposed:.3f}", interval, *profile.format_share_cells(task), note]
 
 
-def _row(cells: Iterable[str], kind: str = "td") -> str:
+def _format_html_row(cells: Iterable[str], kind: str = "td") -> str:
     return f"<tr>{''.join(f'<{kind}>{escape(cell)}</{kind}>' for cell in cells)}</tr>"

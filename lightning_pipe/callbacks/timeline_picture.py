@@ -49,7 +49,7 @@ _LETTER = 0.63 * _FONT / 72  # width of a letter in inches
 
 
 @dataclass(frozen=True)
-class _Look:
+class _BarStyle:
     """Appearance of a kind of micro-batch work: letter, share of white (negative: share of black), hatching, label."""
 
     letter: str
@@ -59,11 +59,11 @@ class _Look:
 
 
 _LOOKS = {
-    FORWARD: _Look("F", 0.45, "", "forward"),
-    RECOMPUTE: _Look("R", 0.45, "\\\\\\\\", "forward again"),
-    BACKWARD: _Look("B", -0.1, "", "backward"),
-    INPUT_BACKWARD: _Look("I", -0.1, "////", "backward for inputs"),
-    WEIGHT_BACKWARD: _Look("W", 0.2, "....", "backward for weights"),
+    FORWARD: _BarStyle("F", 0.45, "", "forward"),
+    RECOMPUTE: _BarStyle("R", 0.45, "\\\\\\\\", "forward again"),
+    BACKWARD: _BarStyle("B", -0.1, "", "backward"),
+    INPUT_BACKWARD: _BarStyle("I", -0.1, "////", "backward for inputs"),
+    WEIGHT_BACKWARD: _BarStyle("W", 0.2, "....", "backward for weights"),
 }
 
 
@@ -133,14 +133,14 @@ class _Drawing:
         figure = Figure(figsize=(_WIDTH, height), dpi=110, layout="constrained")
         axes = figure.subplots()
         for position in self._seen:
-            if position in self._timeline.outer:
-                self._draw_outer(axes, self._timeline.bars[position])
+            if position in self._timeline.enclosing_bar_positions:
+                self._draw_enclosing_task(axes, self._timeline.bars[position])
             else:
                 self._draw_bar(axes, position)
-        self._draw_path(axes)
+        self._draw_critical_path_arrows(axes)
         self._draw_waits(axes)
         for moment in self._ends[1:-1]:
-            axes.axvline(self._milliseconds(moment), color=_TEXT, linewidth=0.8, linestyle=_ENDS, zorder=0.5)
+            axes.axvline(self._to_ms_since_begin(moment), color=_TEXT, linewidth=0.8, linestyle=_ENDS, zorder=0.5)
         self._draw_frame(axes)
         self._draw_legend(figure)
         return figure
@@ -150,11 +150,14 @@ class _Drawing:
 
         bar = self._timeline.bars[position]
         row = self._rows.index((bar.rank, bar.lane))
-        start, end = self._milliseconds(max(bar.start, self._begin)), self._milliseconds(min(bar.end, self._end))
+        start, end = (
+            self._to_ms_since_begin(max(bar.start, self._begin)),
+            self._to_ms_since_begin(min(bar.end, self._end)),
+        )
         color, hatch = self._look(bar)
         waits = bar.kind in WAITS
         high = self._heights[row] * (0.4 if waits else 0.82)
-        middle = self._middle(row)
+        middle = self._get_row_middle(row)
         axes.barh(
             middle,
             end - start,
@@ -172,7 +175,9 @@ class _Drawing:
                 (start, middle + high / 2 - 0.02), end - start, 0.07, color="black", linewidth=0, zorder=3
             )
             axes.add_patch(strip)
-        text, upwards = self._label(bar, (end - start) / max(self._milliseconds(self._end), 1e-9) * self._inches, high)
+        text, upwards = self._choose_bar_label(
+            bar, (end - start) / max(self._to_ms_since_begin(self._end), 1e-9) * self._inches, high
+        )
         if text:
             axes.text(
                 (start + end) / 2,
@@ -188,12 +193,20 @@ class _Drawing:
                 clip_on=True,
             )
 
-    def _draw_outer(self, axes: Axes, bar: Bar) -> None:
+    def _draw_enclosing_task(self, axes: Axes, bar: Bar) -> None:
         """Draw a task that contains other bars, as their background."""
         row = self._rows.index((bar.rank, bar.lane))
-        start, end = self._milliseconds(max(bar.start, self._begin)), self._milliseconds(min(bar.end, self._end))
+        start, end = (
+            self._to_ms_since_begin(max(bar.start, self._begin)),
+            self._to_ms_since_begin(min(bar.end, self._end)),
+        )
         axes.barh(
-            self._middle(row), end - start, left=start, height=self._heights[row] * 0.96, color=_GROUND, zorder=0.4
+            self._get_row_middle(row),
+            end - start,
+            left=start,
+            height=self._heights[row] * 0.96,
+            color=_GROUND,
+            zorder=0.4,
         )
 
     def _look(self, bar: Bar) -> tuple[str, str]:
@@ -206,7 +219,7 @@ class _Drawing:
             return _OTHER, ""
         return _COLORS[bar.iteration % len(_COLORS)], ""
 
-    def _label(self, bar: Bar, width: float, high: float) -> tuple[str, bool]:
+    def _choose_bar_label(self, bar: Bar, width: float, high: float) -> tuple[str, bool]:
         """Longest text that fits into a bar of this width and height (inches); True if it is written upwards."""
         if bar.kind in WAITS:
             return "", False
@@ -227,7 +240,7 @@ class _Drawing:
                 return text, True
         return "", False
 
-    def _draw_path(self, axes: Axes) -> None:
+    def _draw_critical_path_arrows(self, axes: Axes) -> None:
         """Draw arrows where the critical path continues in another row."""
         seen = set(self._seen)
         for step in self._timeline.critical_steps:
@@ -237,8 +250,8 @@ class _Drawing:
                 continue
             axes.annotate(
                 "",
-                xy=(self._milliseconds(max(target.start, self._begin)), self._middle(rows[1])),
-                xytext=(self._milliseconds(min(source.end, self._end)), self._middle(rows[0])),
+                xy=(self._to_ms_since_begin(max(target.start, self._begin)), self._get_row_middle(rows[1])),
+                xytext=(self._to_ms_since_begin(min(source.end, self._end)), self._get_row_middle(rows[0])),
                 arrowprops={"arrowstyle": "-|>", "color": "black", "linewidth": 1.4, "shrinkA": 0, "shrinkB": 0},
                 zorder=5,
             )
@@ -248,8 +261,11 @@ class _Drawing:
         for wait in self._waits:
             row = self._rows.index((wait.rank, wait.lane))
             axes.plot(
-                [self._milliseconds(max(wait.start, self._begin)), self._milliseconds(min(wait.end, self._end))],
-                [self._middle(row) + self._heights[row] * 0.41 + 0.015] * 2,
+                [
+                    self._to_ms_since_begin(max(wait.start, self._begin)),
+                    self._to_ms_since_begin(min(wait.end, self._end)),
+                ],
+                [self._get_row_middle(row) + self._heights[row] * 0.41 + 0.015] * 2,
                 color="black",
                 linewidth=1.2,
                 linestyle=_WAIT_LINES.get(wait.name, _IN_TASK),
@@ -258,11 +274,11 @@ class _Drawing:
             )
 
     def _draw_frame(self, axes: Axes) -> None:
-        middles = [self._middle(row) for row in range(len(self._rows))]
+        middles = [self._get_row_middle(row) for row in range(len(self._rows))]
         axes.set_yticks(middles, [without_mathtext(f"rank {rank} · {lane}") for rank, lane in self._rows])
         axes.tick_params(axis="y", length=0)
         axes.set_ylim(max(self._tops[-1], 1.0), 0)
-        axes.set_xlim(0, max(self._milliseconds(self._end), 1e-6))
+        axes.set_xlim(0, max(self._to_ms_since_begin(self._end), 1e-6))
         axes.set_xlabel("time, ms" + (f" (and {self._left_out} more rows)" if self._left_out else ""))
         axes.set_title(without_mathtext(self._title), loc="left", fontsize=11, fontweight="bold")
         axes.grid(axis="x", alpha=0.25)
@@ -278,12 +294,12 @@ class _Drawing:
             )
         axes.text(1.006, 1.01, "busy", transform=axes.transAxes, va="bottom", fontsize=9, color=_TEXT)
 
-    def _middle(self, row: int) -> float:
+    def _get_row_middle(self, row: int) -> float:
         return self._tops[row] + self._heights[row] / 2
 
     def _busy(self, row: tuple[int, str]) -> float:
         """Share of the time in which a row works rather than waits."""
-        row_bars = (self._timeline.bars[p] for p in self._seen if p not in self._timeline.outer)
+        row_bars = (self._timeline.bars[p] for p in self._seen if p not in self._timeline.enclosing_bar_positions)
         done, reached = 0.0, self._begin
         for bar in row_bars:  # sorted by start
             if (bar.rank, bar.lane) == row and bar.kind not in WAITS:
@@ -296,7 +312,7 @@ class _Drawing:
         from matplotlib.lines import Line2D
         from matplotlib.patches import Patch
 
-        shown = [self._timeline.bars[p] for p in self._seen if p not in self._timeline.outer]
+        shown = [self._timeline.bars[p] for p in self._seen if p not in self._timeline.enclosing_bar_positions]
         patches: list[Patch | Line2D] = []
         if self._by_microbatch:
             kinds = {bar.kind for bar in shown}
@@ -312,11 +328,17 @@ class _Drawing:
                     Patch(facecolor=_WAIT, hatch="xxxx", edgecolor="#B5B5B5", label="waiting for a neighbor")
                 )
             patches.append(Patch(facecolor=_OTHER, label="other tasks"))
-            for name in sorted({self._timeline.bars[p].name for p in self._timeline.outer.intersection(self._seen)}):
+            for name in sorted(
+                {self._timeline.bars[p].name for p in self._timeline.enclosing_bar_positions.intersection(self._seen)}
+            ):
                 patches.append(Patch(facecolor=_GROUND, label=without_mathtext(f"in {name}")))
-            patches.extend(_color_key("micro-batch", {b.microbatch for b in shown if b.microbatch is not None}))
+            patches.extend(
+                _make_color_legend_entries("micro-batch", {b.microbatch for b in shown if b.microbatch is not None})
+            )
         else:
-            patches.extend(_color_key("batch", {bar.iteration for bar in shown if bar.iteration is not None}))
+            patches.extend(
+                _make_color_legend_entries("batch", {bar.iteration for bar in shown if bar.iteration is not None})
+            )
         patches.append(Patch(color="black", label="critical path"))
         for name in sorted({wait.name for wait in self._waits}):
             line = _WAIT_LINES.get(name, _IN_TASK)
@@ -334,11 +356,11 @@ class _Drawing:
             columnspacing=1.3,
         )
 
-    def _milliseconds(self, moment: float) -> float:
+    def _to_ms_since_begin(self, moment: float) -> float:
         return (moment - self._begin) * 1e3
 
 
-def _color_key(label: str, numbers: Iterable[int]) -> list[Patch]:
+def _make_color_legend_entries(label: str, numbers: Iterable[int]) -> list[Patch]:
     from matplotlib.patches import Patch
 
     in_order = sorted(numbers)

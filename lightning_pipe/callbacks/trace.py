@@ -10,19 +10,19 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_pipe.callbacks.common import (
-    CallbackWithGroup,
+    CallbackWithProcessGroup,
     add_suffix,
-    loop_of,
+    check_strategy_has_pipeline,
+    get_training_epoch_loop,
     pipeline_of,
-    require_pipeline,
 )
 from lightning_pipe.callbacks.monitor import exclude_step_from_monitors
-from lightning_pipe.callbacks.recording import Recording
+from lightning_pipe.callbacks.recording import TraceRecording
 from lightning_pipe.callbacks.timeline_picture import draw_timeline, require_matplotlib
 from lightning_pipe.engine import SetupError
 from lightning_pipe.engine.common.options import check_whole_number
 from lightning_pipe.engine.observe.chrome_trace import export_chrome_trace
-from lightning_pipe.engine.observe.clocks import measure_offset, to_first_rank
+from lightning_pipe.engine.observe.clocks import make_clock_converter, measure_offset
 from lightning_pipe.engine.observe.timeline import Timeline, on_clock
 from lightning_pipe.engine.ranks.object_collectives import gather_objects_on_first_rank
 from lightning_pipe.strategies.strategy_info import get_strategy_info
@@ -30,7 +30,7 @@ from lightning_pipe.strategies.strategy_info import get_strategy_info
 _DRAWN_OF_STAGES = 2  # batches; with more, the bars would be too narrow to see
 
 
-class PipelineTrace(CallbackWithGroup):
+class PipelineTrace(CallbackWithProcessGroup):
     """Record start and end of every task on every thread and stream, over some batches of a fit.
 
     For the strategies ``pipeline``, ``in_process_pipeline``, ``recsys_*`` and ``llm_*``. For ``llm_*`` strategies the
@@ -99,15 +99,15 @@ class PipelineTrace(CallbackWithGroup):
         self._every = every
         self._keep = max_spans
         self._trained = 0
-        self._recording: Recording | None = None
+        self._recording: TraceRecording | None = None
         self._folder = Path()
         self._evaluation_began: float | None = None
 
     # ------------------------------------------------------------------ Lightning's hooks
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        require_pipeline(trainer, self)
-        _check_order(trainer, self)
+        check_strategy_has_pipeline(trainer, self)
+        _check_callback_order(trainer, self)
         self._trained, self._recording, self._warned = 0, None, False
         self._make_group()
         self._folder = Path(trainer.log_dir or trainer.default_root_dir)  # log_dir is a collective call
@@ -161,16 +161,16 @@ class PipelineTrace(CallbackWithGroup):
         if recording is None:
             return
         suffix = f".rank{trainer.global_rank}" if trainer.world_size > 1 else ""
-        path = self._named(self._path, recording, suffix)
+        path = self._get_output_path(self._path, recording, suffix)
 
-        def leave() -> None:
-            program = loop_of(trainer).program
+        def write_rank_trace() -> None:
+            program = get_training_epoch_loop(trainer).program
             pipeline = None if program is None else program.pipeline
-            bars = on_clock(to_first_rank(recording.clock, recording.clock), recording.stop(trainer.global_rank))
+            bars = on_clock(make_clock_converter(recording.clock, recording.clock), recording.stop(trainer.global_rank))
             timeline = Timeline(bars, () if pipeline is None else pipeline.plan.dependencies)
             export_chrome_trace(timeline, path, {"ended by": repr(exception)})
 
-        self._write(leave)
+        self._write_or_warn(write_rank_trace)
 
     # ------------------------------------------------------------------ recordings and files
 
@@ -180,7 +180,7 @@ class PipelineTrace(CallbackWithGroup):
         if self._recording is not None or not (self._trained == first or repeats):
             return
         clock = measure_offset(self._group)
-        self._recording = Recording(self._trained, clock, get_strategy_info(trainer.strategy), self._keep)
+        self._recording = TraceRecording(self._trained, clock, get_strategy_info(trainer.strategy), self._keep)
         if self._trained:
             self._recording.start(pipeline_of(trainer, self), self._trained)
 
@@ -192,7 +192,10 @@ class PipelineTrace(CallbackWithGroup):
         # Rank 0 writes the files, and the other ranks wait for it in the next step.
         exclude_step_from_monitors(trainer, following=1)
         end = measure_offset(self._group)
-        bars_and_error = on_clock(to_first_rank(recording.clock, end), bars), max(recording.clock.error, end.error)
+        bars_and_error = (
+            on_clock(make_clock_converter(recording.clock, end), bars),
+            max(recording.clock.error, end.error),
+        )
         bars_and_errors = gather_objects_on_first_rank(bars_and_error, self._group)
         if trainer.global_rank:
             return
@@ -203,18 +206,18 @@ class PipelineTrace(CallbackWithGroup):
             "batches": [recording.first, recording.last],
             "clock_error_us": [round(1e6 * error, 1) for _, error in bars_and_errors],
         }
-        self._write(lambda: export_chrome_trace(timeline, self._named(self._path, recording), notes))
+        self._write_or_warn(lambda: export_chrome_trace(timeline, self._get_output_path(self._path, recording), notes))
         if self._picture is not None:
-            picture = self._named(self._picture, recording)
+            picture = self._get_output_path(self._picture, recording)
             name = get_strategy_info(trainer.strategy).title or f"plan {pipeline.plan.name}"
-            self._write(lambda: _draw(timeline, picture, name, recording))
+            self._write_or_warn(lambda: _draw(timeline, picture, name, recording))
 
-    def _named(self, path: Path, recording: Recording, suffix: str = "") -> Path:
+    def _get_output_path(self, path: Path, recording: TraceRecording, suffix: str = "") -> Path:
         number = "" if self._every is None else f"-{recording.first}"
         return add_suffix(self._folder, path, f"{number}{suffix}")
 
 
-def _draw(timeline: Timeline, path: Path, name: str, recording: Recording) -> None:
+def _draw(timeline: Timeline, path: Path, name: str, recording: TraceRecording) -> None:
     ends = list(recording.ends)[-_DRAWN_OF_STAGES - 1 if recording.records_micro_batches else 0 :]
     assert recording.last is not None
     first = recording.last - len(ends) + 2
@@ -222,7 +225,7 @@ def _draw(timeline: Timeline, path: Path, name: str, recording: Recording) -> No
     draw_timeline(timeline, path, f"{name}: timeline of {batches} of the fit", ends)
 
 
-def _check_order(trainer: pl.Trainer, trace: PipelineTrace) -> None:
+def _check_callback_order(trainer: pl.Trainer, trace: PipelineTrace) -> None:
     """Check that PipelineTrace comes after BubbleMonitor, which resets the stages' recording to its earlier state."""
     names = [type(callback).__name__ for callback in trainer.callbacks]  # type: ignore[attr-defined]
     position = trainer.callbacks.index(trace)  # type: ignore[attr-defined]

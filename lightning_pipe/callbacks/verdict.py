@@ -67,7 +67,7 @@ class Straggler:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class BottleneckVerdict:
     """Bottleneck of a step."""
 
     kind: str
@@ -106,7 +106,7 @@ def find_verdict(
     cores: int = 1,
     has_pipe: bool = False,
     one_host: bool = False,
-) -> Verdict:
+) -> BottleneckVerdict:
     """Find the largest avoidable part of a step. If all of them are small, the verdict is that no gain is possible."""
     ranks = len(uses)
     loaders = [use.loader / use.seconds for use in uses]
@@ -120,7 +120,7 @@ def find_verdict(
         # Minus the part that the slowest rank's loader explains.
         "uneven": waits[fastest] - waits[slowest] - max(0.0, loaders[slowest] - loaders[fastest]),
         "copy-bound": sum(first.tasks.get(name, 0.0) for name in _COPIES) / first.seconds,
-        "hook-bound": _outside(first) / first.seconds,
+        "hook-bound": _compute_time_outside_tasks(first) / first.seconds,
     }
     kind = max(shares, key=lambda name: shares[name])
     share = f"{100 * shares[kind]:.0f} % of the step"
@@ -129,34 +129,35 @@ def find_verdict(
     if kind == "input-bound":
         where = f" on rank {slow_loader}" if ranks > 1 else ""
         advice = _loader_advice(uses[slow_loader], num_workers, cores)
-        return Verdict(kind, f"input-bound: {share} waits for the data loader{where}; {advice}")
+        return BottleneckVerdict(kind, f"input-bound: {share} waits for the data loader{where}; {advice}")
     if kind in ("network-bound", "rank-bound"):
         slowest_use = uses[slowest]
         extras = (slowest_use.workers, "worker threads"), (slowest_use.other_loaders, "agreement on batches")
-        parts = _largest(slowest_use, [*_FORWARD_WAITS, *_BACKWARD_WAITS], *extras)
-        advice = _exchange_advice(slowest_use, plan, one_host)
+        parts = _describe_largest_tasks(slowest_use, [*_FORWARD_WAITS, *_BACKWARD_WAITS], *extras)
+        advice = _communication_advice(slowest_use, plan, one_host)
         whom = "other ranks on this machine" if one_host else "messages of other ranks"
-        return Verdict(kind, f"{kind}: {share} waits for {whom} ({parts}); {advice}")
+        return BottleneckVerdict(kind, f"{kind}: {share} waits for {whom} ({parts}); {advice}")
     if kind == "worker-bound":
-        threads = ", ".join(repr(group) for group in plan.thread_groups if group != MAIN)
+        threads = ", ".join(repr(group) for group in plan.thread_group_names if group != MAIN)
         advice = (
             "their tasks take longer than the work that they overlap with: start them earlier in the plan, or spread"
             " them over more threads"
         )
-        return Verdict(kind, f"worker-bound: {share} waits for the worker threads ({threads}); {advice}")
+        return BottleneckVerdict(kind, f"worker-bound: {share} waits for the worker threads ({threads}); {advice}")
     if kind == "uneven":
-        return Verdict(
+        return BottleneckVerdict(
             kind,
             f"uneven: rank {fastest} waits {share} longer than rank {slowest}, the slowest rank; use batches of equal"
             " size on all ranks, and check for other processes on the slowest rank's machine",
         )
     if kind == "copy-bound":
-        return Verdict(
+        copies = _describe_largest_tasks(first, _COPIES)
+        return BottleneckVerdict(
             kind,
-            f"copy-bound: {share} is spent moving batches to the device ({_largest(first, _COPIES)}); try"
+            f"copy-bound: {share} is spent moving batches to the device ({copies}); try"
             " pin_memory=True in the data loader, and reduce the work in the module's batch-transfer hooks",
         )
-    return Verdict(
+    return BottleneckVerdict(
         kind,
         f"hook-bound: {share} is spent outside the pipeline's tasks, in hooks, callbacks and logging; log less often,"
         " or use larger batches",
@@ -169,31 +170,33 @@ def main_thread_wait(use: StepBreakdown, ranks: int) -> float:
     return forward_wait(use, ranks) + backward + use.other_loaders
 
 
-def _outside(use: StepBreakdown) -> float:
+def _compute_time_outside_tasks(use: StepBreakdown) -> float:
     return max(0.0, use.seconds - use.loader - use.other_loaders - use.workers - sum(use.tasks.values()))
 
 
-def _nothing_to_gain(use: StepBreakdown, ranks: int, has_pipe: bool) -> Verdict:
+def _nothing_to_gain(use: StepBreakdown, ranks: int, has_pipe: bool) -> BottleneckVerdict:
     waits = (*_FORWARD_WAITS, *_BACKWARD_WAITS) if ranks > 1 else ()
     work = [name for name in use.tasks if name not in (*waits, *_COPIES)]
     share = f"{100 * sum(use.tasks[name] for name in work) / use.seconds:.0f} % of the step"
     if "ScheduleStep" in use.tasks:
-        return Verdict(
+        return BottleneckVerdict(
             "schedule-bound",
             f"schedule-bound: {share} is spent in the schedule; use BubbleMonitor to see how much of it is waiting for"
             " other stages",
         )
     if has_pipe:
-        return Verdict(
+        return BottleneckVerdict(
             "schedule-bound",
             f"schedule-bound: {share} is spent in the pipe; use PipelineTrace to see how long its partitions wait for"
             " each other",
         )
-    parts = _largest(use, work)
-    return Verdict("compute-bound", f"compute-bound: {share} is work ({parts}); the pipeline cannot gain more")
+    parts = _describe_largest_tasks(use, work)
+    return BottleneckVerdict(
+        "compute-bound", f"compute-bound: {share} is work ({parts}); the pipeline cannot gain more"
+    )
 
 
-def _largest(use: StepBreakdown, names: Sequence[str], *extras: tuple[float, str]) -> str:
+def _describe_largest_tasks(use: StepBreakdown, names: Sequence[str], *extras: tuple[float, str]) -> str:
     """Three largest of the tasks in *names* and of *extras*, as text with their shares of the step."""
     parts = [(use.tasks.get(name, 0.0), name) for name in names]
     shown = [
@@ -230,7 +233,7 @@ def _loader_advice(use: StepBreakdown, num_workers: int | None, cores: int) -> s
     )
 
 
-def _exchange_advice(use: StepBreakdown, plan: PipelinePlan, one_host: bool) -> str:
+def _communication_advice(use: StepBreakdown, plan: PipelinePlan, one_host: bool) -> str:
     forward = sum(use.tasks.get(name, 0.0) for name in _FORWARD_WAITS) + use.workers
     if forward < sum(use.tasks.get(name, 0.0) for name in _BACKWARD_WAITS):
         return "most of it is the all-reduce of dense gradients: use larger batches, or fewer dense parameters"

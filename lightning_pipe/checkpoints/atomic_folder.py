@@ -18,7 +18,7 @@ from lightning_pipe.engine.common.durable_files import fsync_parents, fsync_path
 
 def folder_to_write(folder: Path) -> Path:
     """Temporary path of a folder while it is written."""
-    return _sibling(folder, "writing")
+    return _get_sibling_path(folder, "writing")
 
 
 def begin_folder(folder: Path) -> int:
@@ -39,18 +39,18 @@ def restore_replaced(folder: Path) -> None:
     """
     with suppress(FileNotFoundError):  # another process has restored it first
         if not os.path.lexists(folder):
-            _sibling(folder, "replaced").rename(folder)
+            _get_sibling_path(folder, "replaced").rename(folder)
 
 
 def finish_folder(folder: Path, permissions: int) -> None:
     """Move the written folder to its final path, durable against power failures, and then remove the old folder."""
-    written, replaced = folder_to_write(folder), _sibling(folder, "replaced")
+    written, replaced = folder_to_write(folder), _get_sibling_path(folder, "replaced")
     written.chmod(permissions)
     fsync_tree(written)
     in_two_steps = False
     if not os.path.lexists(folder):
         written.rename(folder)
-    elif not _exchange(written, folder):
+    elif not _exchange_paths_atomically(written, folder):
         in_two_steps = True
         _remove(replaced)
         folder.rename(replaced)
@@ -70,7 +70,7 @@ def discard_folder(folder: Path) -> None:
 def remove_folder(folder: Path) -> None:
     """Remove a folder, link or file. For other processes the path disappears in one step."""
     if folder.is_dir() and not folder.is_symlink():
-        removed = _sibling(folder, "removing")
+        removed = _get_sibling_path(folder, "removing")
         _remove(removed)
         folder.rename(removed)
         fsync_path(folder.parent)  # otherwise a power failure could leave the name with some files removed
@@ -78,12 +78,12 @@ def remove_folder(folder: Path) -> None:
     _remove(folder)
 
 
-def _sibling(folder: Path, kind: str) -> Path:
+def _get_sibling_path(folder: Path, kind: str) -> Path:
     # Lightning takes each name with "hpc_ckpt_" for a complete checkpoint of a job that Slurm has stopped.
     return folder.with_name(f".{folder.name.replace('hpc_ckpt_', 'hpc%5Fckpt_')}.{kind}")
 
 
-def _exchange(first: Path, second: Path) -> bool:
+def _exchange_paths_atomically(first: Path, second: Path) -> bool:
     """Exchange two paths in one step with Linux's ``renameat2``."""
     renameat2 = getattr(ctypes.CDLL(None), "renameat2", None)
     current, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE

@@ -14,15 +14,15 @@ import torch.distributed.checkpoint as dcp
 from lightning_pipe._compat.torch import COMPILED
 
 
-class ModuleNames:
+class CompiledNameMap:
     """Names of a module's values, to which names in a checkpoint are converted."""
 
     def __init__(self, names: Iterable[str]) -> None:
-        self._names = {_plain(name): name for name in names}
+        self._names = {_strip_compiled_prefix(name): name for name in names}
 
     def __call__(self, name: str) -> str:
         """Return the module's name of a value; the same name if the module has no such value."""
-        return self._names.get(_plain(name), name)
+        return self._names.get(_strip_compiled_prefix(name), name)
 
     def rename_keys(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return values under the module's names."""
@@ -45,5 +45,5 @@ class ModuleNames:
         )
 
 
-def _plain(name: str) -> str:
+def _strip_compiled_prefix(name: str) -> str:
     return name.replace(f"{COMPILED}.", "") if COMPILED in name else name

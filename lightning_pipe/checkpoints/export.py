@@ -15,13 +15,13 @@ import torch
 
 from lightning_pipe.checkpoints.folder_reading import read_extra_state, read_full_state, read_metadata
 from lightning_pipe.checkpoints.folder_writing import DYNAMIC_ROWS
-from lightning_pipe.checkpoints.remote_folder import parse_local_or_remote_path, resolve_folder
+from lightning_pipe.checkpoints.remote_folder import follow_checkpoint_marker, parse_local_or_remote_path
 from lightning_pipe.checkpoints.stage_layout import (
     MODEL,
     OPTIMIZERS,
     TIED,
     add_tied_aliases,
-    optimizer_part,
+    get_optimizer_checkpoint_key,
 )
 from lightning_pipe.engine import SetupError
 from lightning_pipe.engine.common.atomic_file import atomic_write
@@ -57,7 +57,7 @@ def export_checkpoint(folder: str | Path, file: str | Path, *, weights_only: boo
         raise SetupError(
             f"there is no folder {str(target.parent)!r} to write {target.name!r} to. Create it, or give another path"
         )
-    source = resolve_folder(place)
+    source = follow_checkpoint_marker(place)
     saved = read_metadata(source, (MODEL, _SHARDED_MODEL), _ANY_KIND)
     has_stages = any(path[0] == MODEL for path in saved.planner_data.values())
     checkpoint = read_extra_state(source, weights_only)
@@ -85,7 +85,7 @@ def _add_model_and_optimizer_states(checkpoint: dict[str, Any], values: dict[str
     """Add the states of the model and of the optimizers to *checkpoint*, with parameters numbered as on one device."""
     checkpoint[MODEL] = add_tied_aliases(values[MODEL], checkpoint.pop(TIED, {}))
     for number, stored in enumerate(checkpoint.get(OPTIMIZERS, ())):
-        states = values.get(optimizer_part(number), {}).get("state", {})
+        states = values.get(get_optimizer_checkpoint_key(number), {}).get("state", {})
         names = [name for group in stored["param_groups"] for name in group["params"]]
         index = {name: place for place, name in enumerate(names)}
         checkpoint[OPTIMIZERS][number] = {

@@ -19,7 +19,7 @@ from lightning_pipe.checkpoints.atomic_folder import restore_replaced
 from lightning_pipe.checkpoints.folder_writing import META, describe_failures
 from lightning_pipe.checkpoints.optimizer_state import describe_names
 from lightning_pipe.checkpoints.remote_folder import Folder
-from lightning_pipe.checkpoints.safe_reading import SafePlanner, SafeReader, load_object, name_file_in_errors
+from lightning_pipe.checkpoints.safe_reading import SafeFileSystemReader, SafePlanner, load_object, name_file_in_errors
 from lightning_pipe.engine import SetupError
 from lightning_pipe.engine.ranks.object_collectives import all_gather_objects
 
@@ -34,7 +34,7 @@ def read_metadata(folder: Folder, parts: Collection[str], kind: str) -> dcp.Meta
     fix = ""
     actual = f"a folder without {META}" if folder.exists() else "not there"
     if (folder / META).is_file():
-        saved = SafeReader(folder).read_metadata()
+        saved = SafeFileSystemReader(folder).read_metadata()
         if any(path[0] in parts for path in saved.planner_data.values()):
             return saved
         actual = "a folder of another kind"
@@ -69,7 +69,7 @@ def load_in_place(
     """Fill the tensors of *state*, this rank's part, from the folder. Every rank must call this."""
     planner = SafePlanner(weights_only=weights_only, allow_partial_load=not strict)
     try:
-        dcp.load(state, storage_reader=SafeReader(folder, saved), planner=planner)
+        dcp.load(state, storage_reader=SafeFileSystemReader(folder, saved), planner=planner)
     except dcp.CheckpointException as error:  # on every rank, whichever failed
         unread = sorted({str(reason) for reason, _ in error.failures.values() if isinstance(reason, SetupError)})
         if unread:
@@ -96,7 +96,10 @@ def read_full_state(
             set_element(
                 state,
                 path,
-                allocate_target(stored, partial(_on_disk, scratch_folder / str(number), partial(dtype_of, path[-1]))),
+                allocate_target(
+                    stored,
+                    partial(_allocate_file_backed_tensor, scratch_folder / str(number), partial(dtype_of, path[-1])),
+                ),
             )
     load_state_no_dist(folder, saved, state, weights_only)
     return state
@@ -108,7 +111,7 @@ def load_state_no_dist(folder: Folder, saved: dcp.Metadata, state: dict[str, Any
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         planner = SafePlanner(weights_only=weights_only)
         try:
-            dcp.load(state, storage_reader=SafeReader(folder, saved), planner=planner, no_dist=True)
+            dcp.load(state, storage_reader=SafeFileSystemReader(folder, saved), planner=planner, no_dist=True)
         except dcp.CheckpointException as error:
             raise SetupError(describe_failures(error)) from error
 
@@ -120,7 +123,7 @@ def allocate_target(stored: Any, make: Callable[[torch.Size, torch.dtype], Tenso
     return make(stored.size, stored.properties.dtype)
 
 
-def _on_disk(
+def _allocate_file_backed_tensor(
     file: Path, dtype_of: Callable[[torch.dtype], torch.dtype], size: torch.Size, stored: torch.dtype
 ) -> Tensor:
     dtype = dtype_of(stored)
@@ -138,26 +141,30 @@ def find_mismatches(saved: dcp.Metadata, state: Mapping[str, Any], strict: bool)
     Every rank must call this; all get the same result.
     """
     stored = {
-        _name(path): getattr(saved.state_dict_metadata[key], "size", None)
+        _state_path_to_dotted_name(path): getattr(saved.state_dict_metadata[key], "size", None)
         for key, path in saved.planner_data.items()
         if path[0] in state
     }
-    return differences(stored, {_name(path): size for path, size in sizes_on_ranks(state).items()}, strict)
+    return describe_state_mismatches(
+        stored, {_state_path_to_dotted_name(path): size for path, size in gather_state_sizes(state).items()}, strict
+    )
 
 
-def sizes_on_ranks(state: Mapping[str, Any]) -> dict[tuple[Any, ...], torch.Size | None]:
+def gather_state_sizes(state: Mapping[str, Any]) -> dict[tuple[Any, ...], torch.Size | None]:
     """Sizes of the values of *state* on all ranks, by path; None for values other than tensors.
 
     Every rank must call this; all get the same result.
     """
     flat, paths = flatten_state_dict(dict(state))
     sizes_by_path: dict[tuple[Any, ...], torch.Size | None] = {}
-    for sizes in all_gather_objects({paths[key]: _size(value) for key, value in flat.items()}, dist.group.WORLD):
+    for sizes in all_gather_objects(
+        {paths[key]: _get_global_shape(value) for key, value in flat.items()}, dist.group.WORLD
+    ):
         sizes_by_path.update(sizes)
     return sizes_by_path
 
 
-def differences(stored: Mapping[str, Any], needed: Mapping[str, Any], strict: bool) -> list[str]:
+def describe_state_mismatches(stored: Mapping[str, Any], needed: Mapping[str, Any], strict: bool) -> list[str]:
     """Entries that are missing, unexpected or of another size; if *strict* is False, only those of another size."""
     problems = describe_names("missing in it", needed.keys() - stored.keys()) if strict else []
     problems += describe_names("unexpected in it", stored.keys() - needed.keys()) if strict else []
@@ -169,12 +176,12 @@ def differences(stored: Mapping[str, Any], needed: Mapping[str, Any], strict: bo
     return problems + describe_names("of another size", sizes)
 
 
-def _size(value: Any) -> torch.Size | None:
+def _get_global_shape(value: Any) -> torch.Size | None:
     if isinstance(value, ShardedTensor):
         return value.metadata().size
     return value.size() if isinstance(value, Tensor) else None
 
 
-def _name(path: tuple[Any, ...]) -> str:
+def _state_path_to_dotted_name(path: tuple[Any, ...]) -> str:
     """Dotted name of a path without its first element, the part."""
     return ".".join(map(str, path[1:]))

@@ -23,7 +23,7 @@ from lightning_pipe._compat.torch import fsspec_writer
 from lightning_pipe.checkpoints.atomic_folder import begin_folder, discard_folder, finish_folder, folder_to_write
 from lightning_pipe.checkpoints.background_save import BackgroundSave, HostCopySavePlanner
 from lightning_pipe.checkpoints.remote_folder import Folder, begin_remote, finish_remote, parse_local_or_remote_path
-from lightning_pipe.checkpoints.safe_reading import SafeReader, with_checksum
+from lightning_pipe.checkpoints.safe_reading import SafeFileSystemReader, with_checksum
 from lightning_pipe.engine import SetupError
 from lightning_pipe.engine.ranks.object_collectives import run_on_all_ranks, run_on_rank
 
@@ -32,10 +32,10 @@ T = TypeVar("T")
 WriteFolder = Callable[..., None]
 
 
-class CheckpointPart(Protocol):
+class ExtraCheckpointFiles(Protocol):
     """Additional files of each rank, with data outside the state."""
 
-    def copy(self) -> None:
+    def copy_changes(self) -> None:
         """Copy the data as they are now, before they are written in the background."""
 
     def mark_commit_queued(self) -> None:
@@ -44,7 +44,7 @@ class CheckpointPart(Protocol):
     def commit(self, group: dist.ProcessGroup | None, *, to_write: bool) -> None:
         """Make the data durable where they belong, on all ranks together."""
 
-    def write(self, folder: Path) -> None:
+    def write_files(self, folder: Path) -> None:
         """Write this rank's files into the checkpoint's folder, without communication between ranks."""
 
 
@@ -54,50 +54,54 @@ DYNAMIC_ROWS = "dynamic_rows"
 
 
 def write_checkpoint(
-    path: str | Path, state: dict[str, Any], extra_state: dict[str, Any], part: CheckpointPart | None = None
+    path: str | Path, state: dict[str, Any], extra_state: dict[str, Any], part: ExtraCheckpointFiles | None = None
 ) -> None:
     """Write a checkpoint to the folder *path*. Every rank must call this."""
     folder = parse_local_or_remote_path(path)
-    with _lost_ranks_named(folder):
-        packed = run_on_all_ranks(lambda: _pack(extra_state), _failed(folder), dist.group.WORLD)
-    _write(folder, state, packed, dcp.DefaultSavePlanner(), dist.group.WORLD, part)
+    with _name_lost_ranks_in_errors(folder):
+        packed = run_on_all_ranks(lambda: _pack(extra_state), _format_write_error(folder), dist.group.WORLD)
+    _write_checkpoint_folder(folder, state, packed, dcp.DefaultSavePlanner(), dist.group.WORLD, part)
 
 
 def write_checkpoint_in_background(
-    saves: BackgroundSave, path: str | Path, state: dict[str, Any], values: dict[str, Any], part: CheckpointPart | None
+    saves: BackgroundSave,
+    path: str | Path,
+    state: dict[str, Any],
+    values: dict[str, Any],
+    part: ExtraCheckpointFiles | None,
 ) -> None:
     """Copy the current values of the arguments and write them as :func:`write_checkpoint` does, in the background."""
     folder = parse_local_or_remote_path(path)
 
-    def copy() -> tuple[HostCopySavePlanner, bytes]:
+    def copy_state_to_host() -> tuple[HostCopySavePlanner, bytes]:
         snapshot = HostCopySavePlanner(state), _pack(values)
         if part is not None:
-            part.copy()
+            part.copy_changes()
         return snapshot
 
-    with _lost_ranks_named(folder):
-        copies, packed = run_on_all_ranks(copy, _failed(folder), dist.group.WORLD)
-    saves.start(lambda: _write(folder, {}, packed, copies, saves.group, part))
+    with _name_lost_ranks_in_errors(folder):
+        copies, packed = run_on_all_ranks(copy_state_to_host, _format_write_error(folder), dist.group.WORLD)
+    saves.start(lambda: _write_checkpoint_folder(folder, {}, packed, copies, saves.group, part))
     if part is not None:
         part.mark_commit_queued()
 
 
-def _write(
+def _write_checkpoint_folder(
     folder: Folder,
     state: dict[str, Any],
     packed: bytes,
     planner: dcp.SavePlanner,
     group: dist.ProcessGroup | None,
-    part: CheckpointPart | None = None,
+    part: ExtraCheckpointFiles | None = None,
 ) -> None:
-    failed, first = _failed(folder), dist.get_rank(group) == 0
-    with _lost_ranks_named(folder):
+    failed, first = _format_write_error(folder), dist.get_rank(group) == 0
+    with _name_lost_ranks_in_errors(folder):
         if part is not None:
             part.commit(group, to_write=True)
-        begun = run_on_rank(lambda: _begin(folder), failed, group)
+        begun = run_on_rank(lambda: _begin_checkpoint_folder(folder), failed, group)
         unfinished: Folder = folder_to_write(folder) if isinstance(folder, Path) else folder.parent / begun
         try:
-            dcp.save(state, planner=planner, process_group=group, **_to(unfinished))
+            dcp.save(state, planner=planner, process_group=group, **_get_dcp_save_kwargs(unfinished))
             if part is not None:
                 run_on_all_ranks(partial(_write_part, part, unfinished), failed, group)
             run_on_rank(lambda: _finish(folder, unfinished, begun, packed), failed, group)
@@ -109,19 +113,19 @@ def _write(
             raise SetupError(f"{failed}: {describe_failures(error)}") from error
 
 
-def _to(unfinished: Folder) -> dict[str, Any]:
+def _get_dcp_save_kwargs(unfinished: Folder) -> dict[str, Any]:
     if isinstance(unfinished, Path):
         return {"checkpoint_id": unfinished}
     # Object stores are durable; a sync would write the caches of all local disks.
     return {"storage_writer": fsspec_writer(str(unfinished), sync_files=False, use_listings_cache=False)}
 
 
-def _write_part(part: CheckpointPart, unfinished: Folder) -> None:
+def _write_part(part: ExtraCheckpointFiles, unfinished: Folder) -> None:
     if isinstance(unfinished, Path):
-        part.write(unfinished)
+        part.write_files(unfinished)
         return
     with tempfile.TemporaryDirectory(prefix="lightning_pipe_") as local:
-        part.write(Path(local))
+        part.write_files(Path(local))
         unfinished.upload(Path(local))
 
 
@@ -133,7 +137,7 @@ def _finish(folder: Folder, unfinished: Folder, begun: Any, packed: bytes) -> No
         finish_folder(folder, begun)
     else:
         assert not isinstance(unfinished, Path)
-        files = {info.relative_path for info in SafeReader(unfinished).read_metadata().storage_data.values()}
+        files = {info.relative_path for info in SafeFileSystemReader(unfinished).read_metadata().storage_data.values()}
         if missing := sorted(files - unfinished.files()):
             raise SetupError(f"another job has removed {missing[0]!r} from {str(unfinished)!r}")
         finish_remote(folder, begun)
@@ -148,7 +152,7 @@ def _discard(folder: Folder, unfinished: Folder) -> None:
             unfinished.remove()
 
 
-def _begin(folder: Folder) -> Any:
+def _begin_checkpoint_folder(folder: Folder) -> Any:
     """Create the folder to write to. The target must be a checkpoint, an empty folder, or not exist."""
     if not isinstance(folder, Path):
         return begin_remote(folder)
@@ -162,7 +166,7 @@ def _begin(folder: Folder) -> Any:
 
 
 @contextmanager
-def _lost_ranks_named(folder: Folder) -> Iterator[None]:
+def _name_lost_ranks_in_errors(folder: Folder) -> Iterator[None]:
     """Convert an error of the process group to a SetupError that names a lost rank as the cause."""
     try:
         yield
@@ -170,10 +174,12 @@ def _lost_ranks_named(folder: Folder) -> Iterator[None]:
         raise
     except RuntimeError as error:
         lost = str(error).partition("\n")[0]
-        raise SetupError(f"{_failed(folder)}, since another rank has ended or does not answer: {lost}") from error
+        raise SetupError(
+            f"{_format_write_error(folder)}, since another rank has ended or does not answer: {lost}"
+        ) from error
 
 
-def _failed(folder: Folder) -> str:
+def _format_write_error(folder: Folder) -> str:
     return f"the checkpoint {str(folder)!r} cannot be written"
 
 

@@ -36,7 +36,7 @@ def replace_numbers_by_names(group: Group, names: Sequence[str]) -> Group:
     return {**settings, "params": [names[index] for index in group["params"]]}
 
 
-def merge_groups(ranks: Iterable[Sequence[Group]], order: Sequence[str]) -> list[Group]:
+def merge_param_groups_of_ranks(ranks: Iterable[Sequence[Group]], order: Sequence[str]) -> list[Group]:
     """Parameter groups of the unsplit model.
 
     Groups at the same position on several ranks are merged if their hyperparameters are equal.
@@ -59,7 +59,9 @@ def merge_groups(ranks: Iterable[Sequence[Group]], order: Sequence[str]) -> list
     return merged
 
 
-def pack_state(optimizer: Optimizer, names: Sequence[str], groups: Sequence[Group], states: Mapping[str, Any]) -> Any:
+def make_optimizer_state_dict(
+    optimizer: Optimizer, names: Sequence[str], groups: Sequence[Group], states: Mapping[str, Any]
+) -> Any:
     """Convert a state keyed by name to the format of the optimizer's ``load_state_dict``."""
     index = {name: place for place, name in enumerate(names)}
     group_of = {name: group for group in groups for name in group["params"]}

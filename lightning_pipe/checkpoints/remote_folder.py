@@ -71,20 +71,20 @@ class RemotePath:
         """Folder of the file."""
         return RemotePath(self._url[: -len(self.name)])
 
-    def _kind(self) -> str | None:
+    def _get_entry_type(self) -> str | None:
         """Kind of what is there; None if nothing is. fsspec's ``isfile`` takes refused requests for absent files."""
         with self.errors(), suppress(FileNotFoundError):
             return str(self.fs.info(self._path)["type"])
         return None
 
     def is_file(self) -> bool:
-        return self._kind() == "file"
+        return self._get_entry_type() == "file"
 
     def is_dir(self) -> bool:
-        return self._kind() == "directory"
+        return self._get_entry_type() == "directory"
 
     def exists(self) -> bool:
-        return self._kind() is not None
+        return self._get_entry_type() is not None
 
     def folders(self, pattern: re.Pattern[str]) -> list[RemotePath]:
         """Folders below this one whose names match *pattern*."""
@@ -161,12 +161,12 @@ def parse_local_or_remote_path(path: str | Path) -> Folder:
     return RemotePath(text)
 
 
-def resolve_folder(place: Folder) -> Folder:
+def follow_checkpoint_marker(place: Folder) -> Folder:
     """Folder with the files of a checkpoint, to be read. For a local path this is the path itself."""
     if isinstance(place, Path):
         return place
     try:
-        name = _read_marker(place) if place.is_file() else None
+        name = _read_folder_from_marker(place) if place.is_file() else None
     except OSError as error:
         raise SetupError(f"the checkpoint {str(place)!r} cannot be read: {error}") from error
     # A folder at the URL itself is a local checkpoint that was uploaded.
@@ -195,26 +195,26 @@ def begin_remote(place: RemotePath) -> str:
             f"{str(place)!r} is a folder, which cannot be replaced in one step. Give a new URL, or remove the folder"
         )
     # Any other file at the URL is replaced, as on a disk.
-    _remove_folders(place, but=_read_marker(place) if place.is_file() else None)
+    _remove_hidden_folders(place, but=_read_folder_from_marker(place) if place.is_file() else None)
     return f".{place.name}.{secrets.token_hex(8)}"
 
 
 def finish_remote(place: RemotePath, written: str) -> None:
     """Make the URL lead to the written folder, and then remove the old one. Called on one rank."""
     place.write_bytes(json.dumps({_FIELD: 1, "folder": written}).encode())
-    with _warned(place):
-        _remove_folders(place, but=written)
+    with _removal_errors_as_warnings(place):
+        _remove_hidden_folders(place, but=written)
 
 
 def remove_remote(place: RemotePath) -> None:
     """Remove a checkpoint. For other processes it disappears in one step. Called on one rank."""
-    with _warned(place):
+    with _removal_errors_as_warnings(place):
         place.remove()
-        _remove_folders(place, but=None)
+        _remove_hidden_folders(place, but=None)
 
 
 @contextmanager
-def _warned(place: RemotePath) -> Iterator[None]:
+def _removal_errors_as_warnings(place: RemotePath) -> Iterator[None]:
     """Convert an error to a warning: a role without the right to delete can still save."""
     try:
         yield
@@ -222,21 +222,21 @@ def _warned(place: RemotePath) -> Iterator[None]:
         warnings.warn(f"files of an old checkpoint {str(place)!r} could not be removed: {error}", stacklevel=4)
 
 
-def _remove_folders(place: RemotePath, but: str | None) -> None:
-    for folder in place.parent.folders(_hidden(place)):
+def _remove_hidden_folders(place: RemotePath, but: str | None) -> None:
+    for folder in place.parent.folders(_make_hidden_folder_pattern(place)):
         if folder.name != but:
             folder.remove()
 
 
-def _hidden(place: RemotePath) -> re.Pattern[str]:
+def _make_hidden_folder_pattern(place: RemotePath) -> re.Pattern[str]:
     return re.compile(rf"\.{re.escape(place.name)}\.[0-9a-f]{{16}}")
 
 
-def _read_marker(place: RemotePath) -> str | None:
+def _read_folder_from_marker(place: RemotePath) -> str | None:
     """Name of the folder that the object at the URL names. None if it is another file, or has been renamed."""
     try:
         marker = json.loads(place.head(_LARGEST_MARKER))
     except (ValueError, RecursionError):
         return None
     name = marker.get("folder") if isinstance(marker, dict) and marker.get(_FIELD) == 1 else None
-    return name if isinstance(name, str) and _hidden(place).fullmatch(name) else None
+    return name if isinstance(name, str) and _make_hidden_folder_pattern(place).fullmatch(name) else None

@@ -31,7 +31,7 @@ from lightning_pipe.engine.common.safe_text import escape_unprintable
 _IN_MEMORY = 2**24
 
 
-class SafeReader(dcp.FileSystemReader):
+class SafeFileSystemReader(dcp.FileSystemReader):
     """Reader of a checkpoint folder, whose *metadata* are read again if they are not given."""
 
     def __init__(self, folder: Folder, metadata: dcp.Metadata | None = None) -> None:
@@ -60,7 +60,7 @@ class SafeReader(dcp.FileSystemReader):
             with open_file(self._folder / name) as stream:
                 for item in items:
                     info = self.storage_data[item.storage_index]
-                    value: IO[bytes] = _Span(stream, info.offset, info.length)
+                    value: IO[bytes] = _FileRangeView(stream, info.offset, info.length)
                     if info.length <= _IN_MEMORY or not isinstance(self._folder, Path):
                         # A value is read twice, for its checksums and for its contents. A remote one is fetched once.
                         value = io.BytesIO(value.read())
@@ -74,7 +74,7 @@ def _read_item(value: IO[bytes], item: ReadItem, planner: LoadPlanner) -> None:
     if item.type is LoadItemType.BYTE_IO:
         planner.load_bytes(item, value)  # type: ignore[arg-type]
         return
-    part = _load(value, weights_only=True).detach()
+    part = _load_checked_object(value, weights_only=True).detach()
     for dimension, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
         part = part.narrow(dimension, offset, length)
     target = planner.resolve_tensor(item).detach()
@@ -91,13 +91,13 @@ class SafePlanner(dcp.DefaultLoadPlanner):
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         path = self.mappings[read_item.dest_index.fqn]
-        set_element(self.original_state_dict, path, _load(value, self._weights_only))
+        set_element(self.original_state_dict, path, _load_checked_object(value, self._weights_only))
 
 
 def load_object(path: Folder, weights_only: bool | None) -> Any:
     """Value in a file of ``torch.save``, with tensors on the CPU; ``weights_only=False`` allows any class."""
     with open_file(path) as stream:
-        return _load(stream, weights_only)
+        return _load_checked_object(stream, weights_only)
 
 
 def with_checksum(metadata: bytes) -> bytes:
@@ -116,13 +116,13 @@ def check_checksums(file: IO[bytes] | Path) -> None:
         raise ValueError(f"the checksum of its entry {damaged!r} differs")
 
 
-def _load(stream: IO[bytes], weights_only: bool | None) -> Any:
+def _load_checked_object(stream: IO[bytes], weights_only: bool | None) -> Any:
     check_checksums(stream)
     stream.seek(0)
     return torch.load(stream, map_location="cpu", weights_only=weights_only is not False)
 
 
-class _Span(io.RawIOBase, IO[bytes]):
+class _FileRangeView(io.RawIOBase, IO[bytes]):
     """File-like view of a range of a file's bytes. (PyTorch's own class gets offsets from the end wrong.)"""
 
     def __init__(self, file: IO[bytes], offset: int, length: int) -> None:

@@ -13,7 +13,7 @@ MODEL, OPTIMIZERS = "state_dict", "optimizer_states"
 TIED = "lightning_pipe.tied"
 
 
-def optimizer_part(number: int) -> str:
+def get_optimizer_checkpoint_key(number: int) -> str:
     """Name of the part that holds the states of the optimizer with this number."""
     return f"optimizer_{number}"
 

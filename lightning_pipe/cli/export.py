@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_pipe.checkpoints.compiled_names import ModuleNames
+from lightning_pipe.checkpoints.compiled_names import CompiledNameMap
 from lightning_pipe.checkpoints.export import export_checkpoint
 from lightning_pipe.cli.training import PipelineArgumentParser, PipelineCLI
 from lightning_pipe.engine import SetupError
@@ -70,7 +70,7 @@ def export(arguments: Sequence[str]) -> None:
             " tables, whose rows are in no parameter. Export them with --to rows, and export a model that takes their"
             " vectors"
         )
-    _load(model, options.checkpoint)
+    _load_checkpoint_into_model(model, options.checkpoint)
     out, described = Path(options.out), Path(f"{Path(options.out)}.inputs.json")
     with atomic_write(out) as file, atomic_write(described) as inputs:
         if options.to == "quantized":
@@ -100,12 +100,12 @@ def _model_and_batch(arguments: list[str]) -> tuple[nn.Module, Any]:
     return model, batch
 
 
-def _load(model: nn.Module, checkpoint: str) -> None:
+def _load_checkpoint_into_model(model: nn.Module, checkpoint: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "one.ckpt"
         export_checkpoint(checkpoint, file, weights_only=True)
         state = torch.load(file, mmap=True, weights_only=True)["state_dict"]
         try:
-            model.load_state_dict(ModuleNames(model.state_dict()).rename_keys(state))
+            model.load_state_dict(CompiledNameMap(model.state_dict()).rename_keys(state))
         except RuntimeError as error:
             raise SetupError(f"the checkpoint does not fit the model of the configuration: {error}") from error

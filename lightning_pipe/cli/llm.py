@@ -23,7 +23,7 @@ from lightning_pipe.strategies.language_model.example_batch import example_batch
 from lightning_pipe.strategies.language_model.pipeline_module import PipelineModule
 from lightning_pipe.strategies.language_model.stage_estimate import (
     StageEstimate,
-    UnsupportedSchedule,
+    UnsupportedScheduleReason,
     estimate_stages,
     make_precision_plugin,
 )
@@ -61,11 +61,11 @@ def main(arguments: list[str], train: Callable[[list[str], Callable[..., Pipelin
     memory = None if options.memory is None else parse_size(options.memory)
     instances: list[_EstimateCLI] = []
 
-    def cli(**kwargs: Any) -> _EstimateCLI:
+    def make_estimate_cli(**kwargs: Any) -> _EstimateCLI:
         instances.append(_EstimateCLI(**kwargs))
         return instances[-1]
 
-    train(["fit", *remaining_args], cli)
+    train(["fit", *remaining_args], make_estimate_cli)
     result = instances[0].estimate(options.rows, options.length, options.compare)
     print_report(estimate_table(result, memory))
 
@@ -89,7 +89,7 @@ class _EstimateCLI(PipelineCLI):
     def estimate(self, rows: int | None, length: int | None, compare: bool) -> StageEstimate:
         """Estimate of the configuration."""
         trainer = self._get(self.config_init, "trainer", default={})
-        strategy, module = _strategy(trainer["strategy"]), check_pipeline_module(self.model, fitting=False)
+        strategy, module = _resolve_llm_strategy(trainer["strategy"]), check_pipeline_module(self.model, fitting=False)
         precision = make_precision_plugin(trainer.get("precision"))
         batch = self._batch(module, rows, length)
         return estimate_stages(strategy, module, batch, _world_size(trainer), precision, all_schedules=compare)
@@ -110,7 +110,7 @@ class _EstimateCLI(PipelineCLI):
         return example_batch(module, data.train_dataloader(), rows)
 
 
-def _strategy(strategy: Any) -> LLMPipelineStrategy:
+def _resolve_llm_strategy(strategy: Any) -> LLMPipelineStrategy:
     if isinstance(strategy, str) and strategy in StrategyRegistry:
         strategy = StrategyRegistry.get(strategy)
     if isinstance(strategy, AutoLLMPipelineStrategy):
@@ -148,7 +148,9 @@ def estimate_table(estimate: StageEstimate, memory: int | None) -> Group:
     """Text form of an estimate, with one row for each rank and one for each schedule that it is compared with."""
     configured = estimate.configured
     unit, factor = common_byte_unit([configured.peak])
-    ranks = _table("rank", "params", "grads", "optimizer", "buffers", "messages", "activations", "all", memory=memory)
+    ranks = _make_empty_memory_table(
+        "rank", "params", "grads", "optimizer", "buffers", "messages", "activations", "all", memory=memory
+    )
     for rank, rank_memory in enumerate(configured.memory):
         parts = (
             rank_memory.parameters,
@@ -170,15 +172,17 @@ def estimate_table(estimate: StageEstimate, memory: int | None) -> Group:
         Text(f"bubble, from floating-point operations: {100 * configured.bubble:.1f} %"),
         *(Text(note) for note in estimate.notes),
     ]
-    comparison = ["", _comparison(estimate, memory), *_refusals(estimate)] if estimate.other_schedules else []
+    comparison = (
+        ["", _make_schedule_comparison(estimate, memory), *_refusals(estimate)] if estimate.other_schedules else []
+    )
     return Group(Text(title, style="bold"), "", ranks, "", *lines, *comparison)
 
 
-def _comparison(estimate: StageEstimate, memory: int | None) -> ReportTable:
+def _make_schedule_comparison(estimate: StageEstimate, memory: int | None) -> ReportTable:
     _, factor = common_byte_unit([estimate.configured.peak])
-    table = _table("schedule", "layers", "kept", "activations", "all", memory=memory, last="bubble")
+    table = _make_empty_memory_table("schedule", "layers", "kept", "activations", "all", memory=memory, last="bubble")
     for entry in estimate.other_schedules:
-        if isinstance(entry, UnsupportedSchedule):
+        if isinstance(entry, UnsupportedScheduleReason):
             table.add_row(entry.schedule, "-", style="dim")
             continue
         worst = max(entry.memory, key=lambda rank: rank.total)
@@ -198,14 +202,14 @@ def _refusals(estimate: StageEstimate) -> list[str | Text]:
     """Reasons for table rows without values, each once, because schedules with equally many stages share a reason."""
     schedules: dict[str, list[str]] = {}
     for entry in estimate.other_schedules:
-        if isinstance(entry, UnsupportedSchedule):
+        if isinstance(entry, UnsupportedScheduleReason):
             schedules.setdefault(entry.reason, []).append(entry.schedule)
     return ["", *(Text(f"{', '.join(names)}: {reason}") for reason, names in schedules.items())] if schedules else []
 
 
-def _table(first: str, *columns: str, memory: int | None, last: str | None = None) -> ReportTable:
+def _make_empty_memory_table(first: str, *columns: str, memory: int | None, last: str | None = None) -> ReportTable:
     optional = [*([] if memory is None else ["share"]), *([] if last is None else [last])]
-    return ReportTable.with_number_columns(first, *columns, *optional, edge=False)
+    return ReportTable.create_with_number_columns(first, *columns, *optional, edge=False)
 
 
 def _memory_share(total: int, memory: int | None) -> list[str]:

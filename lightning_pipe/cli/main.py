@@ -99,7 +99,7 @@ class _BubbleCLI(PipelineCLI):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line."""
-    _import_from_the_current_folder()
+    _add_cwd_to_sys_path()
     args = list(sys.argv[1:] if arguments is None else arguments)
     if args and args[0] in _LIGHTNING_COMMANDS and _VERBOSE in args:
         args.remove(_VERBOSE)
@@ -111,7 +111,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             # Lightning reads sys.argv directly, and warns if arguments are passed in addition.
             _run_lightning_cli(None if arguments is None else args)
         elif args and args[0] == "bubble":
-            _bubble(args[1:])
+            _run_bubble_command(args[1:])
         elif args and args[0] == "llm":
             from lightning_pipe.cli.llm import main as llm  # lazy: requires a newer torch than the other commands
 
@@ -126,12 +126,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _run_tool_command(args)
     except PipelineError as error:
         sys.stderr.write(_message(error))  # a single write, because other ranks write too
-        _wait_for_the_first_process()
+        _wait_for_launcher_exit()
         return 1
     return 0
 
 
-def _import_from_the_current_folder() -> None:
+def _add_cwd_to_sys_path() -> None:
     """Allow a configuration to name classes in the current folder, as under ``python -m``."""
     if not sys.flags.safe_path and not {"", os.getcwd()} & set(sys.path):
         sys.path.insert(0, os.getcwd())
@@ -159,7 +159,7 @@ def _run_lightning_cli(arguments: list[str] | None, cli: Callable[..., PipelineC
         raise SetupError(str(error)) from error
 
 
-def _bubble(arguments: list[str]) -> None:
+def _run_bubble_command(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(
         prog="lightning-pipe bubble",
         usage="lightning-pipe bubble --config FILE [--steps N] [--warmup N] [--OPTION VALUE ...]",
@@ -186,7 +186,7 @@ def _message(error: PipelineError) -> str:
     return "".join(f"{f'[rank{rank}]: ' if rank else ''}{line}\n" for line in lines.splitlines())
 
 
-def _wait_for_the_first_process() -> None:
+def _wait_for_launcher_exit() -> None:
     """Wait, in a process started by Lightning's launcher, until the launching process has ended with the same error.
 
     The launcher kills the first process as soon as another process has failed, so without this wait the message and the

@@ -14,15 +14,15 @@ from lightning_pipe.engine import PipelinePlan, PlanError, PlanSpec, ProfileResu
 from lightning_pipe.engine.common.quantities import parse_bandwidth, parse_duration
 from lightning_pipe.engine.common.report_table import print_report
 from lightning_pipe.engine.planning.costs import Machine, TaskCost
-from lightning_pipe.engine.planning.costs_yaml import CostsFile, load_costs
+from lightning_pipe.engine.planning.costs_yaml import CostsSpec, load_costs
 from lightning_pipe.engine.planning.network import NetworkModel
 from lightning_pipe.engine.planning.prediction import find_scaling_break, predict
 from lightning_pipe.engine.planning.simulation import simulate
 from lightning_pipe.engine.plans.user_files import open_plan_file, prefix_plan_errors, read_text
 from lightning_pipe.environment import import_torchrec
 from lightning_pipe.llm.run.training_tasks import llm_plan
-from lightning_pipe.loops.programs.default_program import default_plan
-from lightning_pipe.pipe.plans import pipe_plans
+from lightning_pipe.loops.programs.default_program import build_plan_of_default_tasks
+from lightning_pipe.pipe.plans import build_gpipe_and_1f1b_plans
 from lightning_pipe.strategies.registry import STRATEGIES
 
 _SIMULATE = """\
@@ -65,7 +65,10 @@ def main(arguments: Sequence[str]) -> None:
     simulation.add_argument("names", metavar="PLAN", nargs="+", help="one or more plans, named as for 'plan show'")
     simulation.add_argument("--costs", metavar="FILE", required=True, help="profile.json of PipelineProfiler, or YAML")
     simulation.add_argument(
-        "--ranks", metavar="N,N", type=_ranks, help="numbers of ranks, for costs with bytes; default: 2,8,128,4096"
+        "--ranks",
+        metavar="N,N",
+        type=_parse_rank_counts,
+        help="numbers of ranks, for costs with bytes; default: 2,8,128,4096",
     )
     simulation.add_argument("--latency", metavar="TIME", help="latency of a message between two ranks, such as 5us")
     simulation.add_argument(
@@ -77,7 +80,7 @@ def main(arguments: Sequence[str]) -> None:
     options.run(options)
 
 
-def _ranks(text: str) -> list[int]:
+def _parse_rank_counts(text: str) -> list[int]:
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() and 1 <= int(part) <= _MOST_RANKS for part in parts):
         raise argparse.ArgumentTypeError(
@@ -90,30 +93,33 @@ def _ranks(text: str) -> list[int]:
 
 
 def _run_show(options: argparse.Namespace) -> None:
-    plans = [find_plan(options.name)]
+    plans = [find_plan_by_name(options.name)]
     if options.name == _IN_PROCESS and options.format == "table":
-        plans = _pipe_plans()  # forward, backward, and one forward one backward
+        plans = _make_in_process_plans()  # forward, backward, and one forward one backward
     print("\n".join(plan.to_yaml() if options.format == "yaml" else f"{plan}\n" for plan in plans), end="")
 
 
-def _pipe_plans() -> list[PipelinePlan]:
+def _make_in_process_plans() -> list[PipelinePlan]:
     """Plans of a pipe with ``_PARTITIONS`` partitions."""
 
     def nothing(partition: int, ctx: object) -> None:
         """Placeholder, because tasks are only shown and not run."""
 
-    return pipe_plans(_PARTITIONS, (), nothing, nothing, nothing)
+    return build_gpipe_and_1f1b_plans(_PARTITIONS, (), nothing, nothing, nothing)
 
 
 def _identity(batch: object, *_: object) -> object:
     return batch
 
 
-def find_plan(name: str) -> PipelinePlan:
+def find_plan_by_name(name: str) -> PipelinePlan:
     """Find a plan by name. Its tasks are placeholders that cannot run."""
     of_strategy = {entry.name: entry.plan for entry in STRATEGIES}
     plan_name = of_strategy.get(name, name)
-    plain = {plan.name: plan for plan in (default_plan(_identity), llm_plan(_identity, _identity), *_pipe_plans())}
+    plain = {
+        plan.name: plan
+        for plan in (build_plan_of_default_tasks(_identity), llm_plan(_identity, _identity), *_make_in_process_plans())
+    }
     if plan_name in plain:
         return plain[plan_name]
     if plan_name == "auto":
@@ -154,14 +160,14 @@ def _recsys_plan(plan: str | PlanSpec) -> PipelinePlan:
 # ---------------------------------------------------------------------- costs
 
 
-def _read_costs(path: str, tasks: Sequence[str]) -> tuple[CostsFile, str]:
+def _read_costs(path: str, tasks: Sequence[str]) -> tuple[CostsSpec, str]:
     """Costs in a file, and a note to print about them."""
     text = read_text(path, f"the costs {path!r}", "give a profile.json of PipelineProfiler, or YAML")
     with prefix_plan_errors(path):
         return _costs_from_profile(text, tasks) if text.lstrip().startswith("{") else (load_costs(text), "")
 
 
-def _costs_from_profile(text: str, tasks: Sequence[str]) -> tuple[CostsFile, str]:
+def _costs_from_profile(text: str, tasks: Sequence[str]) -> tuple[CostsSpec, str]:
     profile = ProfileResult.from_json(text)
     task_seconds = profile.task_seconds
     costs = {name: TaskCost(seconds) for name, seconds in task_seconds.items()}
@@ -177,10 +183,10 @@ def _costs_from_profile(text: str, tasks: Sequence[str]) -> tuple[CostsFile, str
             f"The costs were measured under plan {profile.plan}, whose overlap shortens the measured waits, so the time"
             " of exchanges is underestimated. Profile strategy recsys_serial_pipeline instead."
         )
-    return CostsFile(costs), note
+    return CostsSpec(costs), note
 
 
-def _networks(options: argparse.Namespace, costs: CostsFile) -> list[NetworkModel | None]:
+def _networks(options: argparse.Namespace, costs: CostsSpec) -> list[NetworkModel | None]:
     """Networks to simulate, one for each number of ranks; ``[None]`` if the costs contain no messages."""
     latency = costs.latency if options.latency is None else parse_duration(options.latency)
     bandwidth = costs.bandwidth if options.bandwidth is None else parse_bandwidth(options.bandwidth)
@@ -206,7 +212,7 @@ def _networks(options: argparse.Namespace, costs: CostsFile) -> list[NetworkMode
 
 
 def _run_simulate(options: argparse.Namespace) -> None:
-    plans = [find_plan(name) for name in options.names]
+    plans = [find_plan_by_name(name) for name in options.names]
     costs, note = _read_costs(options.costs, list(plans[0].tasks))
     cores = 1.0 if costs.cores is None else costs.cores
     networks = _networks(options, costs)

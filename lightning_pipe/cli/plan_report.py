@@ -9,7 +9,7 @@ from rich.text import Text
 
 from lightning_pipe.engine.common.report_table import ReportTable
 from lightning_pipe.engine.planning.costs import RESOURCES
-from lightning_pipe.engine.planning.costs_yaml import CostsFile
+from lightning_pipe.engine.planning.costs_yaml import CostsSpec
 from lightning_pipe.engine.planning.network import Collective
 from lightning_pipe.engine.planning.prediction import PlanPrediction, ScalingBreak
 
@@ -18,13 +18,15 @@ def simulation_report(
     predictions: Sequence[PlanPrediction],
     breaks: Sequence[ScalingBreak],
     exposed: Mapping[str, Mapping[str, float]],
-    costs: CostsFile,
+    costs: CostsSpec,
     *notes: str,
 ) -> Group:
     """Predictions as text, for a Rich console."""
     resources = [resource for resource in RESOURCES if any(resource in entry.utilization for entry in predictions)]
     exposures = [f"exposed:\n{resource}" for resource in resources]
-    table = ReportTable.with_number_columns("plan", "ranks", "ms", *exposures, "over\nserial", "busiest", edge=False)
+    table = ReportTable.create_with_number_columns(
+        "plan", "ranks", "ms", *exposures, "over\nserial", "busiest", edge=False
+    )
     before = None
     for prediction in predictions:
         if before not in (None, prediction.plan):
@@ -59,7 +61,7 @@ def describe_assumed_cores(cores: float) -> str:
 
 
 def _describe_scaling_break(
-    scaling_break: ScalingBreak, predictions: Sequence[PlanPrediction], costs: CostsFile
+    scaling_break: ScalingBreak, predictions: Sequence[PlanPrediction], costs: CostsSpec
 ) -> str:
     ranks = [prediction.ranks or 0 for prediction in predictions if prediction.plan == scaling_break.plan]
     if scaling_break.ranks is None:
@@ -67,7 +69,7 @@ def _describe_scaling_break(
             f"{scaling_break.plan}: no task breaks scaling up to {max(ranks):,} ranks, {_ms(scaling_break.seconds)} ms"
         )
     message = costs.tasks[scaling_break.task].background
-    message_text = f" ({message.kind} of {_size(message.bytes)}" if isinstance(message, Collective) else ""
+    message_text = f" ({message.kind} of {_format_bytes(message.bytes)}" if isinstance(message, Collective) else ""
     latency_text = f", {100 * scaling_break.latency:.0f} % of it latency)" if message_text else ""
     return (
         f"{scaling_break.plan}: scaling breaks at {scaling_break.ranks:,} ranks, because of"
@@ -85,7 +87,7 @@ def _ms(seconds: float) -> str:
     return f"{round(1e3 * seconds, 2) + 0.0:.2f}"  # adding 0.0 avoids "-0.00"
 
 
-def _size(size: float) -> str:
+def _format_bytes(size: float) -> str:
     for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if size >= factor:
             return f"{size / factor:.3g} {unit}"

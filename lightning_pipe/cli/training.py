@@ -36,9 +36,9 @@ class PipelineCLI(LightningCLI):
 
     def before_instantiate_classes(self) -> None:
         # Modules are made by Lightning's instantiators, which take precedence and record hyperparameters.
-        self.parser.add_instantiator(self._make, object)
+        self.parser.add_instantiator(self._instantiate_class, object)
 
-    def _make(self, kind: type[Any], /, *args: Any, **kwargs: Any) -> Any:
+    def _instantiate_class(self, kind: type[Any], /, *args: Any, **kwargs: Any) -> Any:
         try:
             return kind(*args, **kwargs)
         except PipelineError as error:

@@ -19,7 +19,7 @@ Default = float | Sequence[float]
 
 
 @dataclass
-class Column:
+class JaggedColumn:
     """Values of a column, row after row.
 
     Attributes:
@@ -62,15 +62,15 @@ def to_columns(rows: Any) -> Mapping[str, Any]:
     )
 
 
-def read_column(name: str, data: Any, default: Default | None) -> Column:
+def to_jagged_column(name: str, data: Any, default: Default | None) -> JaggedColumn:
     """Read a column. Missing are None, Arrow's nulls, and NaN."""
-    values, lengths, width, no_row = _flatten_column(name, data, default)
-    column = Column(name, values, lengths, width)
+    values, lengths, width, no_row = _to_values_and_lengths(name, data, default)
+    column = JaggedColumn(name, values, lengths, width)
     if no_row is not None and no_row.any():
         if default is None:
             first = int(no_row.argmax())
             raise InputError(f"column {name!r}, row {first}: the list is missing. Give the column an entry in defaults")
-        column = _with_lists(column, no_row, np.atleast_1d(np.asarray(default, values.dtype)))
+        column = _fill_missing_lists_with_default(column, no_row, np.atleast_1d(np.asarray(default, values.dtype)))
     if column.values.dtype.kind == "f" and (missing := np.isnan(column.values)).any():
         if default is None or np.ndim(default) > 0:
             column.check(missing, "the value is missing", "Give the column a number in defaults")
@@ -80,14 +80,16 @@ def read_column(name: str, data: Any, default: Default | None) -> Column:
     return column
 
 
-def _with_lists(column: Column, no_row: Array, filler: Array) -> Column:
+def _fill_missing_lists_with_default(column: JaggedColumn, no_row: Array, filler: Array) -> JaggedColumn:
     """Insert a list into each row without one."""
     places = np.cumsum(column.lengths)[no_row].repeat(len(filler))
     values = np.insert(column.values, places, np.tile(filler, int(no_row.sum())))
-    return Column(column.name, values, np.where(no_row, len(filler), column.lengths), None)
+    return JaggedColumn(column.name, values, np.where(no_row, len(filler), column.lengths), None)
 
 
-def _flatten_column(name: str, data: Any, default: Default | None) -> tuple[Array, Array, int | None, Array | None]:
+def _to_values_and_lengths(
+    name: str, data: Any, default: Default | None
+) -> tuple[Array, Array, int | None, Array | None]:
     """Values, lengths, width, and rows whose list is missing (None: none). Missing values are NaN."""
     if isinstance(data, JaggedTensor):
         return data.values().numpy(), data.lengths().numpy(), None, None

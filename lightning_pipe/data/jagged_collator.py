@@ -11,7 +11,7 @@ from torch import Tensor
 from torchrec.datasets.utils import Batch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from lightning_pipe.data.columns import Column, Default, read_column, to_columns
+from lightning_pipe.data.columns import Default, JaggedColumn, to_columns, to_jagged_column
 from lightning_pipe.engine.common.errors import InputError, SetupError
 
 
@@ -69,7 +69,9 @@ class JaggedCollator:
         columns = to_columns(rows)
         if absent := [name for name in self._named if name not in columns]:
             raise InputError(f"the data has no column {', '.join(absent)}, only {', '.join(map(str, columns))}")
-        columns_by_name = {name: read_column(name, columns[name], self._defaults.get(name)) for name in self._named}
+        columns_by_name = {
+            name: to_jagged_column(name, columns[name], self._defaults.get(name)) for name in self._named
+        }
         sizes = {name: len(column.lengths) for name, column in columns_by_name.items()}
         if len(set(sizes.values())) != 1 or 0 in sizes.values():
             raise InputError(f"columns must have the same number of rows, 1 or more, got {sizes}")
@@ -81,21 +83,21 @@ class JaggedCollator:
             labels[:, 0] if single_label else labels,
         )
 
-    def _make_kjt(self, columns_by_name: Mapping[str, Column]) -> KeyedJaggedTensor:
+    def _make_kjt(self, columns_by_name: Mapping[str, JaggedColumn]) -> KeyedJaggedTensor:
         columns = [columns_by_name[name] for name in self.sparse]
         weights = None
         if self._weights:
             pairs = [(column, columns_by_name[self._weights[column.name]]) for column in columns]
-            weights = _joined([_same_lengths(*pair).values for pair in pairs], np.float32)
+            weights = _concat_arrays_to_tensor([_check_weight_lengths(*pair).values for pair in pairs], np.float32)
         return KeyedJaggedTensor(
             keys=self.sparse,
-            values=_joined([_check_ids(column) for column in columns], np.int64),
-            lengths=_joined([column.lengths for column in columns], np.int32),
+            values=_concat_arrays_to_tensor([_check_and_cast_ids(column) for column in columns], np.int64),
+            lengths=_concat_arrays_to_tensor([column.lengths for column in columns], np.int32),
             weights=weights,
         )
 
     @staticmethod
-    def _make_dense_tensor(names: Sequence[str], columns_by_name: Mapping[str, Column]) -> Tensor:
+    def _make_dense_tensor(names: Sequence[str], columns_by_name: Mapping[str, JaggedColumn]) -> Tensor:
         size = len(next(iter(columns_by_name.values())).lengths)
         parts = []
         for column in (columns_by_name[name] for name in names):
@@ -108,14 +110,14 @@ class JaggedCollator:
                     " features and labels need the same number in each row"
                 )
             parts.append(column.values.reshape(size, width))
-        return _joined(parts or [np.empty((size, 0))], np.float32, axis=1)
+        return _concat_arrays_to_tensor(parts or [np.empty((size, 0))], np.float32, axis=1)
 
 
-def _joined(parts: Sequence[np.ndarray[Any, Any]], dtype: type, axis: int = 0) -> Tensor:
+def _concat_arrays_to_tensor(parts: Sequence[np.ndarray[Any, Any]], dtype: type, axis: int = 0) -> Tensor:
     return torch.from_numpy(np.concatenate(parts, axis, dtype=dtype, casting="unsafe"))
 
 
-def _check_ids(column: Column) -> np.ndarray[Any, Any]:
+def _check_and_cast_ids(column: JaggedColumn) -> np.ndarray[Any, Any]:
     ids = column.values
     if ids.dtype.kind == "f":  # Arrow, NumPy and pandas give floats if a value is missing
         exact = 2.0 ** (np.finfo(ids.dtype).nmant + 1)  # larger whole numbers are rounded
@@ -129,7 +131,7 @@ def _check_ids(column: Column) -> np.ndarray[Any, Any]:
     return ids
 
 
-def _same_lengths(ids: Column, weights: Column) -> Column:
+def _check_weight_lengths(ids: JaggedColumn, weights: JaggedColumn) -> JaggedColumn:
     differ = ids.lengths != weights.lengths
     if differ.any():
         row = int(differ.argmax())

@@ -21,14 +21,14 @@ from lightning_pipe.engine.ranks.batch_status import BatchStatusExchange
 from lightning_pipe.loops.data.batch_source import BatchSource, Fetched, SynchronizedBatchSource, UnevenPolicy
 from lightning_pipe.loops.data.ledger import InFlightLedger
 from lightning_pipe.loops.data.random_streams import RandomStreams, get_rng_states, set_rng_states
-from lightning_pipe.loops.data.resumable_loader import LoaderState, draws_no_random_numbers, is_resumable
+from lightning_pipe.loops.data.resumable_loader import LoaderState, draws_no_random_numbers, was_made_resumable
 from lightning_pipe.loops.data.resume import ResumePoint
 from lightning_pipe.loops.data.stateful_loaders import (
+    get_positions_after_last_batch,
+    get_states_of_next_iterators,
     iterator_states,
     load_iterator_states,
     loader_states,
-    next_iterator_states,
-    positions_after,
     positions_at_end,
 )
 from lightning_pipe.loops.data.termination import SynchronizedTermination
@@ -76,7 +76,7 @@ class EpochData:
             if not self._iterators_due:
                 set_rng_states(point.common_after_iterators, self._trainer.strategy.root_device)
         elif self._trainer.current_epoch > 0 and not self._trainer.fit_loop.is_resuming:
-            ended = self._at_end(fetcher)
+            ended = self._get_epoch_end_positions(fetcher)
             if self._is_cut and fetcher is self._fetcher:
                 # A stateful loader may continue from the position of its last iterator.
                 load_iterator_states(fetcher.combined_loader, ended.loaders, ended.iterators)
@@ -94,9 +94,9 @@ class EpochData:
         if combined is None:
             return
         loaders = combined.flattened
-        is_ahead = any(sized_len(loader) is None for loader in loaders) and not any(map(is_resumable, loaders))
+        is_ahead = any(sized_len(loader) is None for loader in loaders) and not any(map(was_made_resumable, loaders))
         if is_ahead or point is not None:
-            after = next_iterator_states(combined) if point is None else point.positions()
+            after = get_states_of_next_iterators(combined) if point is None else point.positions()
             self._beginning = {**after, "fetch": get_rng_states(self._trainer.strategy.root_device)}
 
     def begin(self, fetcher: DataFetcher) -> None:
@@ -113,15 +113,15 @@ class EpochData:
         loaders = fetcher.combined_loader.flattened
         # Samplers draw in the first fetch. With several loaders, short ones restart within an epoch.
         self._draws, self._draws_again = True, len(loaders) > 1 or not all(map(draws_no_random_numbers, loaders))
-        self._initial = self._at_beginning(fetcher)
+        self._initial = self._get_epoch_start_positions(fetcher)
         if self._resumed is not None and (self._resumed.in_mid_epoch or self._iterators_due):
             # Until a batch is trained, a checkpoint contains the positions from which this run was resumed.
             self._initial = {**self._resumed.positions(), **self._resumed.streams}
         unread, self._unread = self._unread, []
         fetcher.fetched += len(unread)
         if unread and fetcher.done:
-            unread[-1] = partial(_as_last, unread[-1])
-        self._source = self._source_of(fetcher, unread)
+            unread[-1] = partial(_fetch_as_last_batch, unread[-1])
+        self._source = self._make_batch_source(fetcher, unread)
         self.ledger = InFlightLedger(self._source, keeps_batches=_continues_iterators(fetcher))
 
     def make_iterators(self, ready: int) -> None:
@@ -129,12 +129,12 @@ class EpochData:
         if self._iterators_due and self._fetcher is not None:
             reloaded = getattr(self._trainer.fit_loop, "reloaded_since_resumption", False)
             if not reloaded:
-                self._put_loaders_back(self._fetcher)
+                self._restore_loader_states(self._fetcher)
             self._iterators_due = False
             self.record_epoch_start(self._fetcher.combined_loader, None if reloaded else self._resumed)
             iter(self._fetcher)
             self._fetcher.fetched += ready
-            self._initial = self._at_beginning(self._fetcher)
+            self._initial = self._get_epoch_start_positions(self._fetcher)
 
     @property
     def termination_due(self) -> bool:
@@ -147,14 +147,16 @@ class EpochData:
             self._source.close()
         if self._iterators_due and self._fetcher is not None:
             # The epoch had ended before the checkpoint was written, and has now ended again without a batch.
-            self._put_loaders_back(self._fetcher)
+            self._restore_loader_states(self._fetcher)
 
     def abandon(self) -> None:
         """Abandon the batches in flight. The next epoch starts with them if it continues the same iterators."""
         if self.ledger is None or self._source is None or self._fetcher is None:
             return
-        abandoned = self.ledger.abandon() + self._source.unread()
-        abandoned += [partial(self._read_before, batch) for batch, _, _ in _prefetched_batches(self._fetcher)]
+        abandoned = self.ledger.abandon() + self._source.get_undelivered_batches()
+        abandoned += [
+            partial(self._prepare_prefetched_batch, batch) for batch, _, _ in _get_prefetched_batches(self._fetcher)
+        ]
         self._unread = abandoned if _continues_iterators(self._fetcher) else []
         self._is_cut = bool(abandoned) and not self._unread
 
@@ -165,7 +167,7 @@ class EpochData:
         self._unread = []
         self.statuses.close()
 
-    def on_period_start(self) -> None:
+    def discard_fetch_rng_states(self) -> None:
         """Begin a period: discard the common generator states of the previous period's fetch."""
         if self._streams is not None:
             self._streams.common = None
@@ -187,23 +189,23 @@ class EpochData:
         fetcher = self._trainer.fit_loop._data_fetcher if at_end else None
         fetcher = self._fetcher if fetcher is None else fetcher
         if at_end:
-            ended = self._at_end(fetcher)
+            ended = self._get_epoch_end_positions(fetcher)
             return ResumePoint(ended.loaders, common, iterators=ended.iterators)
         last = None if self.ledger is None else self.ledger.last_done
         after = self._initial if last is None else last.after
         if self.ledger is None:  # the user's step fetches batches itself
-            after = self._now()
+            after = self._get_current_positions()
         streams = {name: value for name, value in after.items() if name not in ("loaders", "iterators")}
-        return ResumePoint(_called(after["loaders"]), common, streams, after["iterators"])
+        return ResumePoint(_call_state_getters(after["loaders"]), common, streams, after["iterators"])
 
     # ------------------------------------------------------------------ a batch
 
-    def transfer(self, batch: Any) -> Any:
+    def move_batch_to_device(self, batch: Any) -> Any:
         """Move a batch to the device through the user's hooks. Called for batches in order."""
         assert self.ledger is not None and self._streams is not None and self._hooks is not None
         moved = self._hooks.move(batch)
         if (entry := self.ledger.pop_next_transfer()) is not None:
-            entry.after["transfer"] = self._streams.states("transfer")
+            entry.after["transfer"] = self._streams.get_stream_state("transfer")
         return moved
 
     def _fetch(self) -> Fetched:
@@ -212,89 +214,98 @@ class EpochData:
         begun = time.perf_counter()
         # If Lightning's fetcher does not know the number of batches, it reads one batch ahead. It now loads the batch
         # after this one, which a run that resumes after this batch must load again.
-        ahead = bool(_prefetched_batches(fetcher))
+        ahead = bool(_get_prefetched_batches(fetcher))
 
         def read() -> tuple[dict[str, Any] | None, Any, bool]:
-            before = {**_snapshots(fetcher.combined_loader), "fetch": streams.states("fetch")} if ahead else None
+            before = (
+                {**_snapshot_loader_positions(fetcher.combined_loader), "fetch": streams.get_stream_state("fetch")}
+                if ahead
+                else None
+            )
             batch, _, _ = next(fetcher)
             return before, batch, fetcher.done
 
         before, batch, is_last = streams.run_with_stream("fetch", read) if self._draws else read()
         self._draws = self._draws_again
-        after = before or {**_snapshots(fetcher.combined_loader), "fetch": streams.states("fetch")}
-        batch = hooks.prepare(batch)
-        after["prepare"] = streams.states("prepare")
+        after = before or {
+            **_snapshot_loader_positions(fetcher.combined_loader),
+            "fetch": streams.get_stream_state("fetch"),
+        }
+        batch = hooks.prepare_batch_for_transfer(batch)
+        after["prepare"] = streams.get_stream_state("prepare")
         self.fetch_seconds += time.perf_counter() - begun
         return batch, is_last, after
 
-    def _read_before(self, batch: Any) -> Fetched:
+    def _prepare_prefetched_batch(self, batch: Any) -> Fetched:
         """Return a batch that Lightning's fetcher has read ahead in the previous epoch."""
         assert self._hooks is not None
-        return self._hooks.prepare(batch), False, {"loaders": [], "iterators": []}
+        return self._hooks.prepare_batch_for_transfer(batch), False, {"loaders": [], "iterators": []}
 
     # ------------------------------------------------------------------ helpers
 
-    def _source_of(self, fetcher: DataFetcher, unread: list[Callable[[], Fetched]]) -> BatchSource:
+    def _make_batch_source(self, fetcher: DataFetcher, unread: list[Callable[[], Fetched]]) -> BatchSource:
         """Return the source of an epoch. If the trainer has several ranks, all ranks agree on each batch."""
         if self._trainer.world_size == 1 or not dist.is_initialized():
             return BatchSource(self._fetch, unread)
         uneven: UnevenPolicy = getattr(self._trainer.strategy, "uneven_batches", "shortest")
-        termination = SynchronizedTermination.install(self._trainer)
+        termination = SynchronizedTermination.install_in_trainer(self._trainer)
         termination.syncs_every_batch = True
         remaining = partial(_remaining, fetcher)
         return SynchronizedBatchSource(
             self._fetch, unread, self.statuses, remaining, uneven, termination.has_local_signal
         )
 
-    def _at_end(self, fetcher: DataFetcher) -> ResumePoint:
+    def _get_epoch_end_positions(self, fetcher: DataFetcher) -> ResumePoint:
         """Return the positions of loaders and iterators at the end of an epoch, before the next epoch replaces them."""
         combined, ledger = fetcher.combined_loader, self.ledger
         last = None if ledger is None or fetcher is not self._fetcher else ledger.last_done
         if ledger is not None and last is not None:
             before = self._initial if ledger.done_before is None else ledger.done_before.after
-            loaders, iterators = positions_after(combined, last.after, before, cut=not last.is_last)
-        elif self._beginning is not None and _prefetched_batches(fetcher):  # reloaded
-            loaders, iterators = positions_after(combined, _snapshots(combined), self._beginning, cut=False)
+            loaders, iterators = get_positions_after_last_batch(combined, last.after, before, cut=not last.is_last)
+        elif self._beginning is not None and _get_prefetched_batches(fetcher):  # reloaded
+            loaders, iterators = get_positions_after_last_batch(
+                combined, _snapshot_loader_positions(combined), self._beginning, cut=False
+            )
         else:
             loaders, iterators = positions_at_end(combined)
         return ResumePoint(loaders, {}, iterators=iterators)
 
-    def _put_loaders_back(self, fetcher: DataFetcher) -> None:
+    def _restore_loader_states(self, fetcher: DataFetcher) -> None:
         """Reload the loaders' states, as if no iterators had been made since the checkpoint."""
         assert self._resumed is not None
-        self._resumed.load(fetcher.combined_loader)
+        self._resumed.load_into_loaders(fetcher.combined_loader)
         self._iterators_due = False
 
-    def _at_beginning(self, fetcher: DataFetcher) -> dict[str, Any]:
+    def _get_epoch_start_positions(self, fetcher: DataFetcher) -> dict[str, Any]:
         """Return the positions of loaders and generators before the first batch."""
         noted, self._beginning = self._beginning, None
-        use = noted is not None and (_prefetched_batches(fetcher) or any(noted["iterators"])) and not self._unread
-        return noted if use and noted is not None else self._now()
+        use = noted is not None and (_get_prefetched_batches(fetcher) or any(noted["iterators"])) and not self._unread
+        return noted if use and noted is not None else self._get_current_positions()
 
-    def _now(self) -> dict[str, Any]:
+    def _get_current_positions(self) -> dict[str, Any]:
         """Return the present positions of loaders and states of the generators."""
         assert self._fetcher is not None
         return {
-            **_snapshots(self._fetcher.combined_loader),
+            **_snapshot_loader_positions(self._fetcher.combined_loader),
             "fetch": get_rng_states(self._device),
         }
 
 
-def _as_last(fetch: Callable[[], Fetched]) -> Fetched:
+def _fetch_as_last_batch(fetch: Callable[[], Fetched]) -> Fetched:
     batch, _, after = fetch()
     return batch, True, after
 
 
-def _called(states: list[Callable[[], LoaderState] | None]) -> list[LoaderState | None]:
+def _call_state_getters(states: list[Callable[[], LoaderState] | None]) -> list[LoaderState | None]:
     return [None if state is None else state() for state in states]
 
 
-def _snapshots(combined: CombinedLoader) -> dict[str, Any]:
+def _snapshot_loader_positions(combined: CombinedLoader) -> dict[str, Any]:
     """Return the state of each loader and its iterator; None for a loader without a state."""
     return {"loaders": loader_states(combined), "iterators": iterator_states(combined)}
 
 
-def _prefetched_batches(fetcher: DataFetcher) -> list[Any]:
+def _get_prefetched_batches(fetcher: DataFetcher) -> list[Any]:
     """Return the batches that Lightning's fetcher has read ahead, because it does not know the number of batches."""
     batches: list[Any] = getattr(fetcher, "batches", [])
     return batches

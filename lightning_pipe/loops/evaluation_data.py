@@ -33,17 +33,17 @@ from lightning_pipe.engine import InputError, TaskError
 from lightning_pipe.engine.ranks.batch_status import BatchStatusExchange
 from lightning_pipe.engine.ranks.object_collectives import all_gather_or_raise
 from lightning_pipe.loops.data.batch_source import BatchSource, Fetched, SynchronizedBatchSource
-from lightning_pipe.loops.data.peekable_source import DataloaderBatches, PeekableBatchSource, get_dataloader_idx
+from lightning_pipe.loops.data.peekable_source import PeekableBatchSource, SingleDataloaderIterator, get_dataloader_idx
 from lightning_pipe.loops.data.random_streams import RandomStreams
 from lightning_pipe.loops.programs.batch_hooks import BatchTransferHooks
-from lightning_pipe.loops.programs.default_program import default_evaluation
+from lightning_pipe.loops.programs.default_program import build_default_evaluation_program
 from lightning_pipe.loops.programs.program import EvaluationProgram
-from lightning_pipe.loops.programs.user_errors import note_lost_rank, user_error
+from lightning_pipe.loops.programs.user_errors import add_lost_rank_note, unwrap_task_error
 from lightning_pipe.loops.uneven_evaluation import (
     LoggedValue,
     UnevenBatchCoordinator,
     record_logged_values,
-    register_logged_values,
+    register_remote_logged_values,
 )
 
 _ADVICE = (
@@ -54,7 +54,7 @@ _ADVICE = (
 
 
 @dataclass(frozen=True)
-class _Entry:
+class _InFlightBatch:
     """A batch in flight; *is_last* is True for this rank's last batch."""
 
     batch_idx: int
@@ -85,8 +85,8 @@ class EvaluationData(Iterator[Any]):
         self._program: EvaluationProgram | None = None
         self._inside = ExitStack()
         self._of_loader: Iterator[Any] = iter(())
-        self._in_flight: deque[_Entry] = deque()
-        self._to_move: deque[_Entry] = deque()
+        self._in_flight: deque[_InFlightBatch] = deque()
+        self._to_move: deque[_InFlightBatch] = deque()
         self._statuses = BatchStatusExchange()
         self._batches_of: list[int | float] = []
         # State of uneven ranks: the current dataloader of all ranks, True if this rank has had one of its batches, the
@@ -129,7 +129,7 @@ class EvaluationData(Iterator[Any]):
         self.uneven = not even or any(inf in of_rank for of_rank in ranks)
         self._all_are_empty = not any(map(any, ranks))
 
-    def skips(self, otherwise: bool) -> bool:
+    def is_empty_on_all_ranks(self, otherwise: bool) -> bool:
         """Return True if no rank has a batch; *otherwise* if ranks have not been compared."""
         return otherwise if self._all_are_empty is None else self._all_are_empty
 
@@ -144,17 +144,17 @@ class EvaluationData(Iterator[Any]):
 
     def __next__(self) -> tuple[Any, int, int]:
         """Return the next batch on the device, its index, and the index of its dataloader."""
-        self._end_turn()
+        self._end_uneven_batch()
         while True:
             program = self._program or self._enter_next()
             try:
-                batch = program.begin(self._of_loader).batch
+                batch = program.begin_next_batch(self._of_loader).batch
             except StopIteration:
-                self._leave()
+                self._leave_program()
                 continue
             except TaskError as error:
-                raised = user_error(error)
-                note_lost_rank(raised, self._trainer.world_size)
+                raised = unwrap_task_error(error)
+                add_lost_rank_note(raised, self._trainer.world_size)
                 raise raised from raised.__cause__
             entry = self._in_flight[0]
             self._had_batches = True
@@ -171,14 +171,14 @@ class EvaluationData(Iterator[Any]):
         assert program is not None
         try:
             if program.trains_in_one_task:
-                program.begin_step()
+                program.begin_step_task()
             output = step()
             if program.trains_in_one_task:
-                program.end_step()
+                program.end_step_task()
         except TaskError as error:
-            raised = user_error(error)
+            raised = unwrap_task_error(error)
             raise raised from raised.__cause__
-        program.finish()
+        program.finish_batch()
         self._in_flight.popleft()
         return output
 
@@ -194,11 +194,11 @@ class EvaluationData(Iterator[Any]):
             if self._coordinator is not None:
                 with suppress(RuntimeError):  # another rank has ended
                     self._coordinator.fail(error)
-            note_lost_rank(error, self._trainer.world_size)
+            add_lost_rank_note(error, self._trainer.world_size)
             raise
         finally:
             self._source = self._remaining = self._coordinator = None
-            self._leave()
+            self._leave_program()
             for key in [key for key, program in self._programs.items() if program.pipeline.failed]:
                 self._programs.pop(key).close()
 
@@ -221,7 +221,7 @@ class EvaluationData(Iterator[Any]):
         """Enter the program of the dataloader with the next batch."""
         assert self._streams is not None
         if self._source is None:
-            self._source = PeekableBatchSource(self._batches())
+            self._source = PeekableBatchSource(self._make_batch_source())
         if not self._source.knows_next:
             # As in Lightning's loop, the iterator is made and its sampler seeded here, between two batches.
             self._streams.restart()
@@ -230,18 +230,20 @@ class EvaluationData(Iterator[Any]):
         except StopIteration:
             if not self.uneven or self._refuses:
                 raise
-            return self._enter_turn()
-        self._begin_loader(loader)
-        program = self._enter(loader, getattr(self._trainer.strategy, "evaluation_program", default_evaluation))
+            return self._enter_uneven_batch()
+        self._switch_to_dataloader(loader)
+        program = self._enter_program(
+            loader, getattr(self._trainer.strategy, "evaluation_program", build_default_evaluation_program)
+        )
         assert self._fetcher is not None
         batch_counts = self._batches_of
         in_sequence = self._fetcher.combined_loader._mode == "sequential" and len(batch_counts) > 1 and not self.uneven
-        self._of_loader = DataloaderBatches(
-            self._source, loader, batch_counts[loader] if in_sequence else None, self._take
+        self._of_loader = SingleDataloaderIterator(
+            self._source, loader, batch_counts[loader] if in_sequence else None, self._record_in_flight_batch
         )
         return program
 
-    def _enter(self, loader: int | None, build: Callable[..., EvaluationProgram]) -> EvaluationProgram:
+    def _enter_program(self, loader: int | None, build: Callable[..., EvaluationProgram]) -> EvaluationProgram:
         key = self._step, loader
         if key not in self._programs:
             self._programs[key] = build(self._trainer, self._move, self._step)
@@ -249,19 +251,19 @@ class EvaluationData(Iterator[Any]):
         self._inside.enter_context(program.evaluation_context())
         return program
 
-    def _leave(self) -> None:
+    def _leave_program(self) -> None:
         program, self._program = self._program, None
         try:
             if program is not None:
-                program.abandon()
+                program.abandon_batches()
         finally:
             self._inside.close()
             self._in_flight.clear()
             self._to_move.clear()
 
-    def _take(self, fetched: Fetched) -> Any:
+    def _record_in_flight_batch(self, fetched: Fetched) -> Any:
         batch, _, where = fetched
-        entry = _Entry(**where)
+        entry = _InFlightBatch(**where)
         self._in_flight.append(entry)
         self._to_move.append(entry)
         return batch
@@ -272,7 +274,7 @@ class EvaluationData(Iterator[Any]):
 
     # ------------------------------------------------------------------ uneven ranks
 
-    def _begin_loader(self, loader: int | None) -> None:
+    def _switch_to_dataloader(self, loader: int | None) -> None:
         """Record that all ranks have reached a dataloader; None for the end."""
         before, self._loader = self._loader, loader
         if loader == before:
@@ -281,11 +283,11 @@ class EvaluationData(Iterator[Any]):
             self._ended(before)
         self._had_batches = False
 
-    def _enter_turn(self) -> EvaluationProgram:
+    def _enter_uneven_batch(self) -> EvaluationProgram:
         """Start a batch that only some ranks have, joining the other ranks until this rank has one."""
         strategy: Any = self._trainer.strategy
         results = self._trainer._results
-        while (have := self._next_turn()) is not None:
+        while (have := self._gather_ranks_with_batch()) is not None:
             if all(have):
                 # All ranks have a batch again, for example of the next dataloader: pipelined evaluation resumes.
                 self._source = None
@@ -297,31 +299,35 @@ class EvaluationData(Iterator[Any]):
                 self._coordinator, self._logged = coordinator, []
                 self._inside.enter_context(strategy.announce_collectives(coordinator, self._step))
                 if results is not None:
-                    self._inside.enter_context(record_logged_values(results, self._logged, coordinator.is_result))
+                    self._inside.enter_context(
+                        record_logged_values(results, self._logged, coordinator.equals_shared_result)
+                    )
                 assert self._remaining is not None
-                self._of_loader = map(self._take, [self._remaining.take()])
-                return self._enter(None, partial(default_evaluation, ahead=0))
+                self._of_loader = map(self._record_in_flight_batch, [self._remaining.take()])
+                return self._enter_program(None, partial(build_default_evaluation_program, ahead=0))
             if results is not None and self._fetcher is not None:
                 in_sequence = self._fetcher.combined_loader._mode == "sequential" and len(self._batches_of) > 1
                 results.dataloader_idx = self._loader if in_sequence else None
             with strategy.announce_collectives(coordinator, self._step):
-                logged = coordinator.join(strategy.join_evaluation)
+                logged = coordinator.join_announced_collectives(strategy.join_announced_collective)
             if results is not None:
                 # An unsynced value belongs to this rank. Without own batches, take the other rank's value.
-                register_logged_values(self._trainer, results, logged, strategy.logs_for_all or not self._had_batches)
-        self._begin_loader(None)
+                register_remote_logged_values(
+                    self._trainer, results, logged, strategy.logs_for_all or not self._had_batches
+                )
+        self._switch_to_dataloader(None)
         raise StopIteration
 
-    def _end_turn(self) -> None:
+    def _end_uneven_batch(self) -> None:
         coordinator, self._coordinator = self._coordinator, None
         if coordinator is not None:
             coordinator.end(self._logged)
 
-    def _next_turn(self) -> list[bool] | None:
+    def _gather_ranks_with_batch(self) -> list[bool] | None:
         """Fetch a batch and gather which ranks have one."""
         assert self._source is not None
         if self._remaining is None:
-            self._remaining = PeekableBatchSource(BatchSource(self._fetch, self._source.unread()))
+            self._remaining = PeekableBatchSource(BatchSource(self._fetch, self._source.get_undelivered_batches()))
         error: Exception | None = None
         loader_index: int | None = None
         try:
@@ -344,13 +350,13 @@ class EvaluationData(Iterator[Any]):
                     " although these ranks work on the same batches. Give them the same data, or let Lightning insert"
                     " its distributed sampler"
                 )
-        self._begin_loader(min(loaders))
+        self._switch_to_dataloader(min(loaders))
         return have
 
     # ------------------------------------------------------------------ sources of batches
 
-    def _batches(self) -> BatchSource:
-        unread = [] if self._remaining is None else self._remaining.unread()
+    def _make_batch_source(self) -> BatchSource:
+        unread = [] if self._remaining is None else self._remaining.get_undelivered_batches()
         self._remaining = None
         if not self.uneven:
             return BatchSource(self._fetch, unread)
@@ -369,7 +375,7 @@ class EvaluationData(Iterator[Any]):
         assert self._fetcher is not None and self._streams is not None and self._hooks is not None
         batch, batch_idx, dataloader_idx = self._streams.run_with_stream("fetch", self._fetcher.__next__)
         is_last = self._fetcher.done
-        batch = self._hooks.prepare(batch, dataloader_idx)
+        batch = self._hooks.prepare_batch_for_transfer(batch, dataloader_idx)
         return batch, is_last, {"batch_idx": batch_idx, "dataloader_idx": dataloader_idx, "is_last": is_last}
 
 

@@ -22,13 +22,13 @@ from lightning_pipe._compat.lightning import (
     copy_as_subclass,
     get_combined_loader,
 )
-from lightning_pipe._compat.torch import workers_wait
+from lightning_pipe._compat.torch import has_idle_dataloader_workers
 from lightning_pipe._compat.uneven_loaders import allow_uneven_loaders
 from lightning_pipe.engine import InputError
 from lightning_pipe.loops.data.random_streams import RNGStates, get_rng_states
 from lightning_pipe.loops.data.termination import SynchronizedTermination
 from lightning_pipe.loops.evaluation_data import EvaluationData
-from lightning_pipe.loops.programs.user_errors import note_lost_rank
+from lightning_pipe.loops.programs.user_errors import add_lost_rank_note
 from lightning_pipe.loops.uneven_evaluation import align_metrics
 
 _KEY = "lightning_pipe"
@@ -41,14 +41,14 @@ class _PipelineLoopMixin:
     max_batches: Any
     _data_fetcher: Any
     _ahead: EvaluationData
-    _prepare: Callable[[], None]
+    _init_pipeline_state: Callable[[], None]
     _step_name: str
     # Profiles use the same name for a fetch as with Lightning's loop.
     _fetch_name: str
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._prepare()
+        self._init_pipeline_state()
 
     def reset(self) -> None:
         super().reset()  # type: ignore[misc]
@@ -64,7 +64,7 @@ class _PipelineLoopMixin:
 
     @property
     def skip(self) -> bool:
-        return self._ahead.skips(super().skip)  # type: ignore[misc]
+        return self._ahead.is_empty_on_all_ranks(super().skip)  # type: ignore[misc]
 
     def teardown(self) -> None:
         """Close the programs and release the dataloaders' iterators."""
@@ -87,9 +87,9 @@ class PipelineEvaluationLoop(_PipelineLoopMixin, EvaluationLoop):
     Takes the same arguments as Lightning's loop.
     """
 
-    def _prepare(self) -> None:
+    def _init_pipeline_state(self) -> None:
         phase = "test" if self._stage.value == "test" else "validation"
-        self._ahead = EvaluationData(self.trainer, phase, self._store_outputs_of)
+        self._ahead = EvaluationData(self.trainer, phase, self._store_outputs_of_dataloader)
         # States of the generators at the start of a running validation of a fit.
         self.rng_states_at_start: RNGStates | None = None
         # One flag per loader, True if its workers were waiting: at that time, and when the checkpoint was written.
@@ -108,14 +108,14 @@ class PipelineEvaluationLoop(_PipelineLoopMixin, EvaluationLoop):
         if self._max_batches is not before:
             loader = get_combined_loader(self)
             assert loader is not None
-            self._continue_with_workers(loader)
+            self._skip_worker_seed_draws(loader)
             self._ahead.compare_batch_counts(loader, self._max_batches, failed, predicting=False)
             if not any(self._max_batches) and not self.skip:
                 # Callbacks detect a validation by these numbers, and must detect it on all ranks. The loaders still
                 # end without a batch.
                 self._max_batches = [1] * len(self._max_batches)
 
-    def _continue_with_workers(self, loader: CombinedLoader) -> None:
+    def _skip_worker_seed_draws(self, loader: CombinedLoader) -> None:
         """Let loaders that had started their workers before the checkpoint start them without drawing a seed."""
         saved, self._waited_at_save = self._waited_at_save, None
         if saved is None or len(saved["waiting"]) != len(loader.flattened):
@@ -125,13 +125,13 @@ class PipelineEvaluationLoop(_PipelineLoopMixin, EvaluationLoop):
             return  # the earlier run would have reloaded the loaders here, too
         self._last_val_dl_reload_epoch = saved["loaded_in"]
         loader.flattened = [
-            _starting_without_a_draw(dataloader) if waited else dataloader
+            _copy_loader_with_new_generator(dataloader) if waited else dataloader
             for dataloader, waited in zip(loader.flattened, saved["waiting"], strict=True)
         ]
 
     def _workers_waiting(self) -> list[bool]:
         loader = get_combined_loader(self)
-        return [] if loader is None else [workers_wait(dataloader) for dataloader in loader.flattened]
+        return [] if loader is None else [has_idle_dataloader_workers(dataloader) for dataloader in loader.flattened]
 
     def on_save_checkpoint(self) -> dict[str, Any]:
         state: dict[str, Any] = super().on_save_checkpoint()
@@ -157,7 +157,7 @@ class PipelineEvaluationLoop(_PipelineLoopMixin, EvaluationLoop):
         if not self._ahead.uneven:
             super()._store_dataloader_outputs()
 
-    def _store_outputs_of(self, loader: int) -> None:
+    def _store_outputs_of_dataloader(self, loader: int) -> None:
         """Store the results of a dataloader that all ranks have finished, with or without batches on this rank."""
         results = self.trainer._results
         assert results is not None
@@ -183,7 +183,7 @@ class PipelineEvaluationLoop(_PipelineLoopMixin, EvaluationLoop):
             super()._evaluation_step(batch, batch_idx, dataloader_idx, dataloader_iter)
             return
         trainer = self.trainer
-        with _noting(trainer, "test" if trainer.testing else "validation", batch_idx, dataloader_idx):
+        with _add_batch_note_to_errors(trainer, "test" if trainer.testing else "validation", batch_idx, dataloader_idx):
             evaluate_batch(self, batch, batch_idx, dataloader_idx, self._ahead.run_step)
         if not self.batch_progress.is_last_batch and trainer.received_sigterm:
             raise SIGTERMException
@@ -205,7 +205,7 @@ class PipelinePredictionLoop(_PipelineLoopMixin, PredictionLoop):
     _step_name = "predict_step"
     _fetch_name = f"[{PredictionLoop.__name__}].predict_next"
 
-    def _prepare(self) -> None:
+    def _init_pipeline_state(self) -> None:
         self._ahead = EvaluationData(self.trainer, "prediction")
 
     def setup_data(self) -> None:
@@ -229,7 +229,7 @@ class PipelinePredictionLoop(_PipelineLoopMixin, PredictionLoop):
         if dataloader_iter is not None:
             super()._predict_step(batch, batch_idx, dataloader_idx, dataloader_iter)
             return
-        with _noting(self.trainer, "prediction", batch_idx, dataloader_idx):
+        with _add_batch_note_to_errors(self.trainer, "prediction", batch_idx, dataloader_idx):
             predict_batch(self, batch, batch_idx, dataloader_idx, self._ahead.run_step)
         if self.trainer.received_sigterm:
             raise SIGTERMException
@@ -240,27 +240,29 @@ def install_evaluation_loops(trainer: pl.Trainer) -> None:
 
     The new loops keep the state of the replaced ones.
     """
-    SynchronizedTermination.install(trainer)
-    trainer.fit_loop.epoch_loop.val_loop = _taken_over(trainer.fit_loop.epoch_loop.val_loop, PipelineEvaluationLoop)
-    trainer.validate_loop = _taken_over(trainer.validate_loop, PipelineEvaluationLoop)
-    trainer.test_loop = _taken_over(trainer.test_loop, PipelineEvaluationLoop)
-    trainer.predict_loop = _taken_over(trainer.predict_loop, PipelinePredictionLoop)
+    SynchronizedTermination.install_in_trainer(trainer)
+    trainer.fit_loop.epoch_loop.val_loop = _convert_to_pipelined_loop(
+        trainer.fit_loop.epoch_loop.val_loop, PipelineEvaluationLoop
+    )
+    trainer.validate_loop = _convert_to_pipelined_loop(trainer.validate_loop, PipelineEvaluationLoop)
+    trainer.test_loop = _convert_to_pipelined_loop(trainer.test_loop, PipelineEvaluationLoop)
+    trainer.predict_loop = _convert_to_pipelined_loop(trainer.predict_loop, PipelinePredictionLoop)
 
 
-def _taken_over(present: Any, kind: Any) -> Any:
+def _convert_to_pipelined_loop(present: Any, kind: Any) -> Any:
     loop = copy_as_subclass(present, kind)
     if loop is not present:
-        loop._prepare()
+        loop._init_pipeline_state()
     return loop
 
 
-def _starting_without_a_draw(loader: Any) -> Any:
+def _copy_loader_with_new_generator(loader: Any) -> Any:
     """Return a loader that starts its persistent workers without drawing their seed from a generator in use.
 
     A resumed run starts the workers again. If it drew the seed from the generators of the model, dropout would then
     differ from that of an uninterrupted run.
     """
-    if not isinstance(loader, DataLoader) or workers_wait(loader):
+    if not isinstance(loader, DataLoader) or has_idle_dataloader_workers(loader):
         return loader
     # The user's loader is unchanged. A loader draws only this seed from the generator; its sampler has a separate one.
     same = copy.copy(loader)
@@ -269,7 +271,7 @@ def _starting_without_a_draw(loader: Any) -> Any:
 
 
 @contextmanager
-def _noting(trainer: pl.Trainer, phase: str, batch_idx: int, dataloader_idx: int) -> Iterator[None]:
+def _add_batch_note_to_errors(trainer: pl.Trainer, phase: str, batch_idx: int, dataloader_idx: int) -> Iterator[None]:
     """Context that adds the batch and the rank as a note to exceptions of hooks and steps."""
     try:
         yield
@@ -279,5 +281,5 @@ def _noting(trainer: pl.Trainer, phase: str, batch_idx: int, dataloader_idx: int
         error.add_note(
             f"batch {batch_idx} of dataloader {dataloader_idx} failed in {phase} on rank {trainer.global_rank}"
         )
-        note_lost_rank(error, trainer.world_size)
+        add_lost_rank_note(error, trainer.world_size)
         raise

@@ -18,24 +18,24 @@ from lightning_pipe._compat.lightning import (
     copy_as_subclass,
     get_combined_loader,
     has_val_time_interval,
-    hide_combined_loader,
+    hide_loop_dataloaders,
     is_accumulating,
     set_sampler_epoch,
 )
 from lightning_pipe._compat.logged_values import (
-    end_epoch,
     get_logged_values_state,
     reshard_logged_values,
     restore_logged_values,
+    step_lr_schedulers_and_reset_results,
 )
 from lightning_pipe.engine.ranks.object_collectives import all_gather_objects, gather_objects_on_first_rank
 from lightning_pipe.loops.data.random_streams import RNGStates, get_rng_states, set_rng_states
 from lightning_pipe.loops.data.resumable_loader import (
     can_make_resumable,
-    end_of_epoch,
+    get_epoch_end_loader_state,
     have_same_samplers,
-    is_resumable,
     make_resumable,
+    was_made_resumable,
 )
 from lightning_pipe.loops.data.resume import ResumePoint, are_equal, load_state_on_all_ranks
 from lightning_pipe.loops.data.shared_order import reshard_loader_states
@@ -104,7 +104,7 @@ class PipelineFitLoop(FitLoop):
         self._restore_logged()
         epochs: Any = self.epoch_progress.current
         if self._has_logged and epochs.completed < epochs.processed == epochs.started == epochs.ready:
-            end_epoch(self.epoch_loop)  # the checkpoint was written before
+            step_lr_schedulers_and_reset_results(self.epoch_loop)  # the checkpoint was written before
         self.update_restart_stage()
         # Lightning counts an epoch as ended once its last batch has ended; this loop first runs the end of the epoch.
         if not (self.restarted_mid_epoch and getattr(self.epoch_loop, "restarted_at_last_batch", False)):
@@ -125,7 +125,7 @@ class PipelineFitLoop(FitLoop):
         self._has_logged = logged is not None
         if logged is not None:
             load_state_on_all_ranks(
-                self._named("logged values"), partial(restore_logged_values, self.epoch_loop, logged)
+                self._describe_checkpoint_part("logged values"), partial(restore_logged_values, self.epoch_loop, logged)
             )
 
     def _convert_progress_to_current_ranks(self) -> None:
@@ -138,9 +138,9 @@ class PipelineFitLoop(FitLoop):
         pairs = zip(loader.flattened, point.loaders, strict=True)
         # The last rank has the fewest remaining batches.
         left = [
-            len(dataloader._indices.batches_left(state | {"rank": state["world"] - 1}))
+            len(dataloader._indices.build_remaining_batches(state | {"rank": state["world"] - 1}))
             for dataloader, state in pairs
-            if is_resumable(dataloader) and state and "left" in state
+            if was_made_resumable(dataloader) and state and "left" in state
         ]
         if left:
             current: Any = self.epoch_loop.batch_progress.current
@@ -189,21 +189,21 @@ class PipelineFitLoop(FitLoop):
                 if before is None:
                     self._set_up_data()
                 else:
-                    self._place_data(point, before)
+                    self._resume_existing_loaders(point, before)
             if self._loaded_in is not None:
                 # The loaders are then reloaded in the same epochs as in the previous run.
                 self._last_train_dl_reload_epoch = self._loaded_in
         if self._data_fetcher is not fetcher and self.trainer.world_size > 1 and dist.is_initialized():
             self._limit_to_shortest_rank()
 
-    def _place_data(self, point: ResumePoint, loader: CombinedLoader) -> None:
+    def _resume_existing_loaders(self, point: ResumePoint, loader: CombinedLoader) -> None:
         """Continue at the checkpoint's positions with loaders that were made before the checkpoint was read.
 
         ``trainer.estimated_stepping_batches`` in ``configure_optimizers`` makes them.
         """
         self._loader_before = None
         self.epoch_loop.record_epoch_start(None)  # type: ignore[attr-defined]
-        self._load_states(point, loader)
+        self._load_loader_states(point, loader)
         iter(self._data_fetcher)  # type: ignore[arg-type]
 
     def _set_up_data(self) -> None:
@@ -233,38 +233,40 @@ class PipelineFitLoop(FitLoop):
             make_resumable(dataloader) if can_make_resumable(dataloader) else dataloader
             for dataloader in loader.flattened
         ]
-        self._made_resumable = [is_resumable(dataloader) for dataloader in loader.flattened]
+        self._made_resumable = [was_made_resumable(dataloader) for dataloader in loader.flattened]
         track_iterators(loader)
-        self._load_states(self._resume_point, loader)
+        self._load_loader_states(self._resume_point, loader)
 
-    def _load_states(self, point: ResumePoint | None, loader: CombinedLoader) -> None:
+    def _load_loader_states(self, point: ResumePoint | None, loader: CombinedLoader) -> None:
         # Lightning sets the epoch after the iterators are created, when their workers have already read the sampler.
         epochs: Any = self.epoch_progress.current
         for dataloader in loader.flattened:
             set_sampler_epoch(dataloader, epochs.processed)
         if point is not None:
             # Either every rank has a resume point or no rank has.
-            load_state_on_all_ranks(self._named("data"), partial(self._load_states_of, point, loader))
+            load_state_on_all_ranks(
+                self._describe_checkpoint_part("data"), partial(self._load_resume_point_into_loaders, point, loader)
+            )
             if point.loaders:
                 return
-        self._combined_loader_states_to_load = self._states_for_lightning(loader)
+        self._combined_loader_states_to_load = self._match_lightning_loader_states(loader)
         super()._load_combined_loader_states()
         if point is None:
             self.epoch_loop.record_epoch_start(loader)  # type: ignore[attr-defined]
 
-    def _load_states_of(self, point: ResumePoint, loader: CombinedLoader) -> None:
+    def _load_resume_point_into_loaders(self, point: ResumePoint, loader: CombinedLoader) -> None:
         if not point.loaders and not point.in_mid_epoch:
             return
         self._combined_loader_states_to_load = []
         if self._loader_before is not None:
-            _keep_new_samplers(point, self._loader_before, loader)
-        point.load(loader)
+            _exempt_new_loaders_from_resume(point, self._loader_before, loader)
+        point.load_into_loaders(loader)
         if point.loaders and self._loader_before is None:
             # The user's code has drawn its random numbers for the loaders by now. With the same seed, a random split is
             # therefore that of the previous run.
             point.restore_generators(self.trainer.strategy.root_device)
 
-    def _states_for_lightning(self, loader: CombinedLoader) -> list[dict[str, Any]]:
+    def _match_lightning_loader_states(self, loader: CombinedLoader) -> list[dict[str, Any]]:
         """Loader states from Lightning's own loop, which only has those of the user's stateful loaders.
 
         Loaders that this package made resumable get an empty state.
@@ -273,7 +275,7 @@ class PipelineFitLoop(FitLoop):
         if not self._combined_loader_states_to_load:
             return []
         stateful = [dataloader for dataloader in loader.flattened if hasattr(dataloader, "state_dict")]
-        return [{} if is_resumable(dataloader) else next(states, {}) for dataloader in stateful]
+        return [{} if was_made_resumable(dataloader) else next(states, {}) for dataloader in stateful]
 
     @property
     def _resume_point(self) -> ResumePoint | None:
@@ -283,13 +285,13 @@ class PipelineFitLoop(FitLoop):
     def on_save_checkpoint(self) -> dict[str, Any]:
         # Lightning would ask the loaders for their states. torchdata's loaders create an iterator for that, which draws
         # random numbers.
-        with hide_combined_loader(self):
+        with hide_loop_dataloaders(self):
             state: dict[str, Any] = super().on_save_checkpoint()
         point = self.epoch_loop.make_resume_point()  # type: ignore[attr-defined]
         if point is None:
             # Before the first epoch: the loaders start from the beginning.
             if (before := self._before_data) is not None:
-                state[_KEY] = {"ranks": self._of_ranks(ResumePoint([], before))}
+                state[_KEY] = {"ranks": self._gather_rank_states(ResumePoint([], before))}
             return state
         if is_accumulating(self.epoch_loop) and self.trainer.lightning_module.automatic_optimization:
             ready = self.epoch_loop.batch_progress.current.ready
@@ -309,14 +311,14 @@ class PipelineFitLoop(FitLoop):
         if due is not None:
             point = replace(point, common=due)
         state[_KEY] = {
-            "ranks": self._of_ranks(point),
+            "ranks": self._gather_rank_states(point),
             "validation_due": due is not None or self.epoch_loop.validation_due,  # type: ignore[attr-defined]
             "loaded_in": self._last_train_dl_reload_epoch,
             "ended_batches": self.epoch_loop.ended_batches,  # type: ignore[attr-defined]
         }
         return state
 
-    def _of_ranks(self, point: ResumePoint) -> list[dict[str, Any]]:
+    def _gather_rank_states(self, point: ResumePoint) -> list[dict[str, Any]]:
         """States of all ranks on the first rank, and of this rank on the others."""
         return gather_objects_on_first_rank(
             {**point.packed(), "logged": get_logged_values_state(self.epoch_loop)}, dist.group.WORLD
@@ -331,18 +333,20 @@ class PipelineFitLoop(FitLoop):
         Raises:
             SetupError: the state is damaged. Raised on every rank.
         """
-        load_state_on_all_ranks(self._named("loops and data"), partial(super().load_state_dict, state_dict, prefix))
+        load_state_on_all_ranks(
+            self._describe_checkpoint_part("loops and data"), partial(super().load_state_dict, state_dict, prefix)
+        )
 
     def on_load_checkpoint(self, state_dict: dict[str, Any]) -> None:
         super().on_load_checkpoint(state_dict)
-        self._load_own(state_dict.get(_KEY, {}))
+        self._load_rank_state(state_dict.get(_KEY, {}))
 
-    def _named(self, part: str) -> str:
+    def _describe_checkpoint_part(self, part: str) -> str:
         path = self.trainer.ckpt_path
         checkpoint = "the checkpoint" if path is None else f"the checkpoint {str(path)!r}"
         return f"the state of rank {self.trainer.global_rank}'s {part} in {checkpoint}"
 
-    def _load_own(self, saved: Any) -> None:
+    def _load_rank_state(self, saved: Any) -> None:
         ranks = saved.get("ranks")
         self.epoch_loop.ended_batches = saved.get("ended_batches")  # type: ignore[attr-defined]
         self._logged = None
@@ -353,7 +357,7 @@ class PipelineFitLoop(FitLoop):
         world, rank = self.trainer.world_size, self.trainer.global_rank
         if len(ranks) != world:
             first = ranks[0]
-            if getattr(self.trainer.strategy, "ranks_share_data", False) and all(
+            if getattr(self.trainer.strategy, "all_ranks_share_data", False) and all(
                 are_equal(state["loaders"], first["loaders"]) for state in ranks
             ):
                 # All ranks read the same batches, in the previous run and in this one.
@@ -371,20 +375,20 @@ class PipelineFitLoop(FitLoop):
                 " DistributedSampler, which has one order for all ranks, or save at the end of an epoch"
             )
             return
-        self.epoch_loop.resume_point = ResumePoint.unpacked(ranks[rank])  # type: ignore[attr-defined]
+        self.epoch_loop.resume_point = ResumePoint.from_packed(ranks[rank])  # type: ignore[attr-defined]
 
 
-def _keep_new_samplers(point: ResumePoint, before: CombinedLoader, reloaded: CombinedLoader) -> None:
+def _exempt_new_loaders_from_resume(point: ResumePoint, before: CombinedLoader, reloaded: CombinedLoader) -> None:
     """Let newly created loaders and samplers start from their current state; those that existed before continue."""
     if len(reloaded.flattened) != len(point.loaders):
         return
     for place, (previous_loader, reloaded_loader) in enumerate(zip(before.flattened, reloaded.flattened, strict=True)):
         if (
-            is_resumable(previous_loader)
-            and is_resumable(reloaded_loader)
+            was_made_resumable(previous_loader)
+            and was_made_resumable(reloaded_loader)
             and not have_same_samplers(previous_loader, reloaded_loader)
         ):
-            point.loaders[place] = end_of_epoch(reloaded_loader)
-        elif previous_loader is not reloaded_loader and not is_resumable(reloaded_loader):
+            point.loaders[place] = get_epoch_end_loader_state(reloaded_loader)
+        elif previous_loader is not reloaded_loader and not was_made_resumable(reloaded_loader):
             point.loaders[place] = None
             point.iterators[place : place + 1] = [None] * bool(point.iterators)

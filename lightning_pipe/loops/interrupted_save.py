@@ -24,7 +24,7 @@ _ALL, _LEFT = "all", "left"
 _trainers = itertools.count()
 
 
-def install_save_guard(trainer: pl.Trainer) -> None:
+def install_all_ranks_save_check(trainer: pl.Trainer) -> None:
     """Make ``trainer.save_checkpoint`` check, after an error, that every rank has called it.
 
     A single rank would wait in the collectives of the save, while the other ranks wait for it in collectives of
@@ -46,7 +46,7 @@ def install_save_guard(trainer: pl.Trainer) -> None:
         if trainer.interrupted and trainer.world_size > 1 and dist.is_initialized():
             key, store = f"{trainer_key}/{next(saves)}", default_store()
             error = sys.exc_info()[1]
-            if error is not None and not _all_ranks_arrive(store, key, trainer.global_rank, trainer.world_size):
+            if error is not None and not _wait_for_all_ranks(store, key, trainer.global_rank, trainer.world_size):
                 error.add_note(
                     "no checkpoint was written after this error, because a save needs all ranks and other ranks did not"
                     f" start it within {_WAIT.total_seconds():g} s. Resume from the previous checkpoint, which is"
@@ -60,19 +60,21 @@ def install_save_guard(trainer: pl.Trainer) -> None:
     trainer.save_checkpoint = save_if_all_come  # type: ignore[method-assign]
 
 
-def _all_ranks_arrive(store: dist.Store, key: str, rank: int, world_size: int) -> bool:
+def _wait_for_all_ranks(store: dist.Store, key: str, rank: int, world_size: int) -> bool:
     """Return True if every rank calls this within ``_WAIT``. Uses the store: other ranks may be in a collective."""
     answers: list[bool] = []
     # The store's own timeout does not hold if the node that hosts it is gone and no connection was closed.
     asks = threading.Thread(
-        target=lambda: answers.append(_agree(store, key, rank, world_size)), name="asks who saves", daemon=True
+        target=lambda: answers.append(_agree_whether_all_ranks_arrived(store, key, rank, world_size)),
+        name="asks who saves",
+        daemon=True,
     )
     asks.start()
     asks.join(3 * _WAIT.total_seconds())
     return answers == [True]
 
 
-def _agree(store: dist.Store, key: str, rank: int, world_size: int) -> bool:
+def _agree_whether_all_ranks_arrived(store: dist.Store, key: str, rank: int, world_size: int) -> bool:
     try:
         store.set(f"{key}/{rank}", "")
         try:

@@ -12,13 +12,13 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 
 from lightning_pipe._compat import logged_values
 from lightning_pipe._compat.fast_hooks import (
-    begin_batch,
     call_callback_hooks,
     call_module_hook,
     call_strategy_hook,
-    end_batch,
     install_fast_hook_calls,
     log_batch,
+    notify_logger_of_batch_end,
+    notify_logger_of_batch_start,
 )
 from lightning_pipe._compat.lightning import (
     DataFetcher,
@@ -37,7 +37,7 @@ from lightning_pipe.loops.epoch_data import EpochData
 from lightning_pipe.loops.fit_loop import PipelineFitLoop
 from lightning_pipe.loops.programs.default_program import default_program
 from lightning_pipe.loops.programs.program import TrainingProgram
-from lightning_pipe.loops.programs.user_errors import note_lost_rank, user_error
+from lightning_pipe.loops.programs.user_errors import add_lost_rank_note, unwrap_task_error
 
 # Profiles use the same name for a fetch as with Lightning's loop.
 _FETCH = f"[{TrainingEpochLoop.__name__}].train_dataloader_next"
@@ -59,9 +59,9 @@ class PipelineTrainingEpochLoop(TrainingEpochLoop):
 
     def __init__(self, trainer: pl.Trainer, min_steps: int | None = None, max_steps: int = -1) -> None:
         super().__init__(trainer, min_steps, max_steps)
-        self._prepare()
+        self._init_pipeline_state()
 
-    def _prepare(self) -> None:
+    def _init_pipeline_state(self) -> None:
         install_fast_hook_calls(self)
         self._program: TrainingProgram | None = None
         self._data = EpochData(self.trainer)
@@ -84,11 +84,11 @@ class PipelineTrainingEpochLoop(TrainingEpochLoop):
         The fit loop around it is replaced by a pipelined one, too.
         """
         PipelineFitLoop.install(trainer)
-        SynchronizedTermination.install(trainer)
+        SynchronizedTermination.install_in_trainer(trainer)
         present = trainer.fit_loop.epoch_loop
         loop = copy_as_subclass(present, cls)
         if loop is not present:
-            loop._prepare()
+            loop._init_pipeline_state()
             trainer.fit_loop.epoch_loop = loop
         return loop
 
@@ -103,7 +103,7 @@ class PipelineTrainingEpochLoop(TrainingEpochLoop):
         return self._data.ledger
 
     @property
-    def statuses(self) -> BatchStatusExchange:
+    def status_exchange(self) -> BatchStatusExchange:
         """Exchange of the status of each rank's next batch, for messages in which a status can travel."""
         return self._data.statuses
 
@@ -175,7 +175,7 @@ class PipelineTrainingEpochLoop(TrainingEpochLoop):
         if self._completes or in_batch:
             self._batches_that_stepped = stepped  # incremented when the batch is completed
         if self.batch_progress.current.ready:
-            logged_values.continue_epoch(self)
+            logged_values.skip_logged_values_reset(self)
 
     def on_run_start(self, data_fetcher: DataFetcher) -> None:
         """Begin an epoch. The first epoch builds the program.
@@ -184,13 +184,13 @@ class PipelineTrainingEpochLoop(TrainingEpochLoop):
             PlanError: the plan does not fit the model.
             SetupError: the strategy or the model cannot be used as configured.
         """
-        self._termination = SynchronizedTermination.install(self.trainer)
+        self._termination = SynchronizedTermination.install_in_trainer(self.trainer)
         self._data.restore_generators(data_fetcher)
         super().on_run_start(data_fetcher)
         self._data.begin(data_fetcher)
         if self._program is None and self._data.ledger is not None:
             build = getattr(self.trainer.strategy, "training_program", default_program)
-            self._program = build(self.trainer, self._data.transfer)
+            self._program = build(self.trainer, self._data.move_batch_to_device)
 
     def run(self, data_fetcher: DataFetcher) -> None:
         """Train an epoch. Batches still in flight at its end are abandoned, and not counted as trained."""
@@ -200,7 +200,7 @@ class PipelineTrainingEpochLoop(TrainingEpochLoop):
         finally:
             # Batches are still in flight after max_steps, an early stop or an exception.
             if self._program is not None:
-                self._program.abandon()
+                self._program.abandon_batches()
             self._data.abandon()
 
     def advance(self, data_fetcher: DataFetcher) -> None:
@@ -212,13 +212,13 @@ class PipelineTrainingEpochLoop(TrainingEpochLoop):
         if self._completes:
             self._completes = False
             self.val_loop.restarting = False
-            end_batch(self)
+            notify_logger_of_batch_end(self)
             return
         if isinstance(data_fetcher, DataLoaderIterDataFetcher):
             # The user's step fetches batches itself, so no batch can be moved ahead.
             super().advance(data_fetcher)
             return
-        if self._validation_goes_first(data_fetcher):
+        if self._must_validate_before_batch(data_fetcher):
             return
         try:
             batch, is_trained = self._begin_batch()
@@ -238,8 +238,8 @@ class PipelineTrainingEpochLoop(TrainingEpochLoop):
             self._end_batch(batch, output, is_trained)
         except TaskError as error:
             assert self._program is not None
-            raised = user_error(error)
-            note_lost_rank(raised, trainer.world_size)
+            raised = unwrap_task_error(error)
+            add_lost_rank_note(raised, trainer.world_size)
             raise raised from raised.__cause__
         except StopIteration:
             raise
@@ -247,7 +247,7 @@ class PipelineTrainingEpochLoop(TrainingEpochLoop):
             error.add_note(
                 f"batch {self.batch_idx} of epoch {trainer.current_epoch} failed on rank {trainer.global_rank}"
             )
-            note_lost_rank(error, trainer.world_size)
+            add_lost_rank_note(error, trainer.world_size)
             raise
 
     def _begin_batch(self) -> tuple[Any, bool]:
@@ -259,15 +259,15 @@ class PipelineTrainingEpochLoop(TrainingEpochLoop):
             self._termination.act_on_signals(complete=not is_accumulating(self))
 
         self._data.make_iterators(self.batch_progress.current.ready)
-        self._data.on_period_start()
+        self._data.discard_fetch_rng_states()
         trainer, program, ledger = self.trainer, self._program, self._data.ledger
         assert program is not None and ledger is not None
         batch_idx = self.batch_idx + 1
-        batch = program.begin(ledger).batch
+        batch = program.begin_next_batch(ledger).batch
         self._data.record_generator_states()
         self.batch_progress.is_last_batch = ledger.oldest.is_last
         self.batch_progress.increment_ready()
-        begin_batch(self, batch)
+        notify_logger_of_batch_start(self, batch)
         if batch is None:
             self._warning_cache.warn("train_dataloader yielded None. If this was on purpose, ignore this warning...")
             return None, False
@@ -279,7 +279,7 @@ class PipelineTrainingEpochLoop(TrainingEpochLoop):
             return batch, False
         self.batch_progress.increment_started()
         if program.trains_in_one_task:
-            program.begin_step()
+            program.begin_step_task()
         return batch, True
 
     def _end_batch(self, batch: Any, output: Any, is_trained: bool) -> None:
@@ -288,11 +288,11 @@ class PipelineTrainingEpochLoop(TrainingEpochLoop):
         assert program is not None and ledger is not None
         ends_epoch = batch is not None and not is_trained
         if is_trained and program.trains_in_one_task:
-            program.end_step()
+            program.end_step_task()
         if ends_epoch:
             ledger.skip()
         else:
-            program.finish()
+            program.finish_batch()
             ledger.retire()
 
         self.batch_progress.increment_processed()
@@ -304,7 +304,7 @@ class PipelineTrainingEpochLoop(TrainingEpochLoop):
         batch_idx = self.batch_idx
         call_callback_hooks(trainer, "on_train_batch_end", output, batch, batch_idx)
         call_module_hook(trainer, "on_train_batch_end", output, batch, batch_idx)
-        end_batch(self)
+        notify_logger_of_batch_end(self)
         self.batch_progress.increment_completed()
         log_batch(self)
 
@@ -329,13 +329,13 @@ class PipelineTrainingEpochLoop(TrainingEpochLoop):
     def update_lr_schedulers(self, interval: str, update_plateau_schedulers: bool) -> None:
         """Update learning rates as Lightning does. Without schedulers, nothing is done."""
         at_batch_end = interval == "step" and update_plateau_schedulers
-        if self.trainer.strategy.lr_scheduler_configs and not (at_batch_end and self._has_ended):
+        if self.trainer.strategy.lr_scheduler_configs and not (at_batch_end and self._has_batch_ended):
             super().update_lr_schedulers(interval, update_plateau_schedulers)
         if at_batch_end:
             self.ended_batches = self.batch_progress.total.ready
 
     @property
-    def _has_ended(self) -> bool:
+    def _has_batch_ended(self) -> bool:
         """True after the last batch, its validation, and the update of schedulers that monitor a value."""
         return self.ended_batches == self.batch_progress.total.ready
 
@@ -346,7 +346,7 @@ class PipelineTrainingEpochLoop(TrainingEpochLoop):
             self._step, self._arguments = step, tuple(self._build_kwargs(OrderedDict(), batch, batch_idx))
         return OrderedDict(zip(self._arguments, (batch, batch_idx), strict=False))
 
-    def _validation_goes_first(self, data_fetcher: DataFetcher) -> bool:
+    def _must_validate_before_batch(self, data_fetcher: DataFetcher) -> bool:
         """Return True if a resumed run must validate before it trains a batch, by Lightning's rules."""
         due, self.validation_due = self.validation_due, False
         if due:
@@ -356,7 +356,7 @@ class PipelineTrainingEpochLoop(TrainingEpochLoop):
         if self.restarting and self.batch_progress.current.ready and self._should_check_val_fx(data_fetcher):
             if self.val_loop.restarted_mid_evaluation:
                 return True
-            if self.restarted_on_last and not self._has_ended:
+            if self.restarted_on_last and not self._has_batch_ended:
                 self._skip_next_val = True
                 return True
             # The call makes iterators, which draw. The finished validation already drew before the checkpoint, so the

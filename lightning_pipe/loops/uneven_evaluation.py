@@ -29,7 +29,12 @@ from torchmetrics import Metric
 from torchmetrics.utilities.data import dim_zero_cat
 
 from lightning_pipe._compat.lightning import Metadata, ResultCollection, ResultMetric, Sync
-from lightning_pipe._compat.logged_values import clear_cached_result, count_update, is_metric_computed, reductions_of
+from lightning_pipe._compat.logged_values import (
+    clear_metric_compute_cache,
+    get_metric_state_reductions,
+    increment_metric_update_count,
+    is_metric_computed,
+)
 from lightning_pipe.engine import InputError
 from lightning_pipe.engine.ranks.object_collectives import all_gather_objects
 
@@ -60,12 +65,12 @@ class UnevenBatchCoordinator:
 
     def announce_collective(self, collective: str, detail: Any = None) -> None:
         """Announce a collective. All ranks with a batch call this in the same order."""
-        self._gather_announcements(("call", collective, detail))
+        self._gather_announced_collectives(("call", collective, detail))
 
     def end(self, logged: Sequence[LoggedValue] = ()) -> None:
         """Announce the end of the batch, with the logged values."""
         if not self._over:
-            self._gather_announcements(("end", "", list(logged)))
+            self._gather_announced_collectives(("end", "", list(logged)))
             self._over = True
 
     def fail(self, error: Exception) -> None:
@@ -74,11 +79,13 @@ class UnevenBatchCoordinator:
             self._over = True
             all_gather_objects(("error", "", f"{type(error).__name__}: {error}"), self._group)
 
-    def reduce(self, tensor: Tensor, reduce_op: Any) -> Tensor:
+    def reduce_tensor(self, tensor: Tensor, reduce_op: Any) -> Tensor:
         """Reduce a tensor over the ranks that have a batch."""
         name = str(reduce_op).rsplit(".", 1)[-1].lower()
         if name not in _REDUCTIONS:
-            raise InputError(f"reduce_op is {reduce_op!r} in {self._advice}; expected one of {', '.join(_REDUCTIONS)}")
+            raise InputError(
+                f"reduce_op is {reduce_op!r} in {self._batch_description}; expected one of {', '.join(_REDUCTIONS)}"
+            )
         self.announce_collective("reduce")
         values = torch.stack(
             [value for value in all_gather_objects(tensor.detach().cpu(), self._group) if value is not None]
@@ -87,27 +94,27 @@ class UnevenBatchCoordinator:
             values = values.to(torch.get_default_dtype())  # as DistributedStrategy.reduce does
         return _REDUCTIONS[name](values).to(tensor.device)
 
-    def is_result(self, value: Tensor) -> bool:
+    def equals_shared_result(self, value: Tensor) -> bool:
         """Return True if *value* equals one of the results bit for bit."""
         return any(torch.equal(value, result.detach().cpu()) for result in self.results)
 
-    def refuse(self, collective: str) -> None:
+    def refuse_collective(self, collective: str) -> None:
         """Refuse a collective that needs a value from every rank."""
         raise InputError(
-            f"{collective} was called in {self._advice}. Call it in the epoch-end hook, which all ranks run"
+            f"{collective} was called in {self._batch_description}. Call it in the epoch-end hook, which all ranks run"
         )
 
     @property
-    def _advice(self) -> str:
+    def _batch_description(self) -> str:
         without = ", ".join(str(rank) for rank, has in enumerate(self._have) if not has)
         return f"{self._batch}, which rank(s) {without} do not have"
 
     # ------------------------------------------------------------------ a rank without it
 
-    def join(self, do: Callable[[str, Any], None]) -> list[LoggedValue]:
+    def join_announced_collectives(self, do: Callable[[str, Any], None]) -> list[LoggedValue]:
         """Take part in the announced collectives until the batch ends."""
         while True:
-            kind, collective, detail = self._gather_announcements(None)
+            kind, collective, detail = self._gather_announced_collectives(None)
             if kind == "end":
                 self._over = True
                 return list(detail)
@@ -118,7 +125,7 @@ class UnevenBatchCoordinator:
 
     # ------------------------------------------------------------------ both
 
-    def _gather_announcements(self, announcement: tuple[str, str, Any] | None) -> tuple[str, str, Any]:
+    def _gather_announced_collectives(self, announcement: tuple[str, str, Any] | None) -> tuple[str, str, Any]:
         """Gather all announcements, check them, and return the first rank's."""
         announcements = all_gather_objects(announcement, self._group)
         failed = [
@@ -163,7 +170,7 @@ def record_logged_values(
     """Context that appends each logged value to *logged*."""
     update = results.update_metrics
 
-    def update_and_record(key: str, value: Any, batch_size: Any) -> None:
+    def update_and_record_logged_value(key: str, value: Any, batch_size: Any) -> None:
         meta = results[key].meta
         if not meta.sync.rank_zero_only and meta.on_epoch:
             fields = {
@@ -175,11 +182,11 @@ def record_logged_values(
             logged.append(LoggedValue(key, fields, meta.sync.should, shared, cpu_value, weight))
         update(key, value, batch_size)
 
-    with patch.object(results, "update_metrics", update_and_record):
+    with patch.object(results, "update_metrics", update_and_record_logged_value):
         yield
 
 
-def register_logged_values(
+def register_remote_logged_values(
     trainer: pl.Trainer, results: ResultCollection, logged: Sequence[LoggedValue], unsynced: bool
 ) -> None:
     """Register another rank's logged values on a rank without a batch.
@@ -199,15 +206,15 @@ def register_logged_values(
         metric = results[entry.key]
         metric.has_reset = False
         # Lightning would warn about a metric without updates, and return the cached value of an earlier evaluation.
-        count_update(metric)
-        clear_cached_result(metric)
+        increment_metric_update_count(metric)
+        clear_metric_compute_cache(metric)
         if entry.value is not None and (entry.shared if entry.synced else unsynced):
             _add(metric, entry.value.to(device), entry.batch_size)
         elif entry.value is not None:
-            _take_types(metric, entry.value, entry.batch_size)
+            _promote_result_metric_dtypes(metric, entry.value, entry.batch_size)
 
 
-def _take_types(metric: ResultMetric, value: Tensor, batch_size: float | Tensor) -> None:
+def _promote_result_metric_dtypes(metric: ResultMetric, value: Tensor, batch_size: float | Tensor) -> None:
     """Convert accumulators to the dtypes of the other ranks: double for a double value, float for a float weight."""
     if value.is_floating_point():
         metric.value = metric.value.to(torch.promote_types(metric.value.dtype, value.dtype))
@@ -242,26 +249,26 @@ def align_metrics(module: nn.Module) -> None:
     metrics: dict[str, Any] = {name: metric for name, metric in module.named_modules() if isinstance(metric, Metric)}
     states: dict[tuple[str, str], Any] = {}
     for name, metric in metrics.items():
-        for state, reduction in reductions_of(metric).items():
+        for state, reduction in get_metric_state_reductions(metric).items():
             value = getattr(metric, state)
             if isinstance(value, list) and value and reduction is dim_zero_cat:
                 value = [dim_zero_cat(value)]
             states[name, state] = value
-    forms = {key: _form(value) for key, value in states.items()}
+    forms = {key: _get_metric_state_spec(value) for key, value in states.items()}
     changed = {name for name, metric in metrics.items() if not is_metric_computed(metric)}
     ranks = all_gather_objects((forms, changed), dist.group.WORLD)
     for name, metric in metrics.items():
         if any(name in of_rank for _, of_rank in ranks):
-            clear_cached_result(metric)
+            clear_metric_compute_cache(metric)
     for key, value in states.items():
         name, state = key
         of_ranks = [of_rank[key] for of_rank, _ in ranks]
         if any(of_ranks):
-            setattr(metrics[name], state, _aligned(value, of_ranks, f"{name}.{state}", metrics[name].device))
+            setattr(metrics[name], state, _align_metric_state(value, of_ranks, f"{name}.{state}", metrics[name].device))
 
 
 @dataclasses.dataclass(frozen=True)
-class _Form:
+class _MetricStateSpec:
     """Dtype and shape of a state tensor, or of the first of *count* tensors in a list."""
 
     dtype: torch.dtype
@@ -269,16 +276,16 @@ class _Form:
     count: int = 0
 
 
-def _form(state: Any) -> _Form | None:
+def _get_metric_state_spec(state: Any) -> _MetricStateSpec | None:
     """Return the form of a state; None for an empty list."""
     if isinstance(state, Tensor):
-        return _Form(state.dtype, tuple(state.shape))
+        return _MetricStateSpec(state.dtype, tuple(state.shape))
     if isinstance(state, list) and state and isinstance(state[0], Tensor):
-        return _Form(state[0].dtype, tuple(state[0].shape), len(state))
+        return _MetricStateSpec(state[0].dtype, tuple(state[0].shape), len(state))
     return None
 
 
-def _aligned(state: Any, ranks: Sequence[_Form | None], name: str, device: torch.device) -> Any:
+def _align_metric_state(state: Any, ranks: Sequence[_MetricStateSpec | None], name: str, device: torch.device) -> Any:
     """Convert a state to one that torchmetrics can gather. At least one rank has a tensor."""
     forms = [form for form in ranks if form is not None]
     if isinstance(state, Tensor):

@@ -6,7 +6,7 @@ packages also import ``balance``, ``batch_norm``, ``partitioning``, ``plans`` an
 
 from lightning_pipe.pipe.balance import balance_by_memory, balance_by_parameters, balance_by_time
 from lightning_pipe.pipe.batch_norm import DeferredBatchNorm
-from lightning_pipe.pipe.pipe import Pipe, pipe_loss
+from lightning_pipe.pipe.pipe import Pipe, compute_pipe_or_module_loss
 from lightning_pipe.pipe.position import is_recomputing
 from lightning_pipe.pipe.skip import Namespace, isolate, pop, skippable, stash
 
@@ -17,9 +17,9 @@ __all__ = [
     "balance_by_memory",
     "balance_by_parameters",
     "balance_by_time",
+    "compute_pipe_or_module_loss",
     "is_recomputing",
     "isolate",
-    "pipe_loss",
     "pop",
     "skippable",
     "stash",

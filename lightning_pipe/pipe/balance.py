@@ -21,7 +21,7 @@ from lightning_pipe.engine import PlanError
 from lightning_pipe.engine.common.options import check_whole_number
 from lightning_pipe.engine.planning.contiguous_partition import partition_contiguously
 from lightning_pipe.pipe.scatter import to_device
-from lightning_pipe.pipe.skip import SkipKey, Skips, use_skips
+from lightning_pipe.pipe.skip import SkipKey, Skips, set_current_skips
 
 
 def balance_by_costs(costs: Sequence[float], partitions: int) -> list[int]:
@@ -105,10 +105,10 @@ def _measure(
     if device is not None and torch.device(device).type == "cuda":
         devices = sorted({*devices, torch.device(device).index or 0})
     try:
-        with torch.random.fork_rng(devices), torch.enable_grad(), use_skips(_ReusableSkips()):
+        with torch.random.fork_rng(devices), torch.enable_grad(), set_current_skips(_ReusableSkips()):
             measurements, value = [], sample
             for layer in module:
-                with _moved(layer, device):
+                with _move_layer_temporarily(layer, device):
                     value = value if device is None else to_device(value, device)
                     seconds, saved_bytes, value = _measure_layer(layer, value, repeats)
                 measurements.append((seconds, saved_bytes))
@@ -126,15 +126,15 @@ def _measure_layer(layer: nn.Module, value: Any, repeats: int) -> tuple[float, i
     for _ in range(repeats):
         bytes_by_storage: dict[int, int] = {}
 
-        def keep(tensor: Tensor, bytes_by_storage: dict[int, int] = bytes_by_storage) -> Tensor:
+        def record_saved_bytes(tensor: Tensor, bytes_by_storage: dict[int, int] = bytes_by_storage) -> Tensor:
             storage = tensor.untyped_storage()
             if tensor.data_ptr() not in parameter_pointers:
                 bytes_by_storage[storage.data_ptr()] = storage.nbytes()
             return tensor
 
-        inputs = _detach_leaves(value)
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            _wait(inputs)
+        inputs = _detach_and_require_grad(value)
+        with torch.autograd.graph.saved_tensors_hooks(record_saved_bytes, lambda tensor: tensor):
+            _synchronize_gpus_of_tensors(inputs)
             begin = time.perf_counter()
             # Copies, which layers may change in place.
             output = layer(pytree.tree_map_only(Tensor, Tensor.clone, inputs))
@@ -142,13 +142,13 @@ def _measure_layer(layer: nn.Module, value: Any, repeats: int) -> tuple[float, i
         starts = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.requires_grad]
         if ends and starts + parameters:
             torch.autograd.grad(ends, starts + parameters, [torch.ones_like(end) for end in ends], allow_unused=True)
-        _wait(output)
+        _synchronize_gpus_of_tensors(output)
         times.append(time.perf_counter() - begin)
-    return statistics.median(times), sum(bytes_by_storage.values()), _detach_leaves(output)
+    return statistics.median(times), sum(bytes_by_storage.values()), _detach_and_require_grad(output)
 
 
 @contextmanager
-def _moved(layer: nn.Module, device: torch.device | str | None) -> Iterator[None]:
+def _move_layer_temporarily(layer: nn.Module, device: torch.device | str | None) -> Iterator[None]:
     """Context in which a layer is on *device*."""
     tensors = [*layer.parameters(), *layer.buffers()]
     if device is None or not tensors:
@@ -166,21 +166,21 @@ class _ReusableSkips(Skips):
     """Skips that can be stashed and popped several times, for repeated measurements."""
 
     def stash(self, key: SkipKey, value: Any) -> None:
-        self.values[key] = _detach_leaves(value)
+        self.values[key] = _detach_and_require_grad(value)
 
     def pop(self, key: SkipKey) -> Any:
         self.values[key] = value = super().pop(key)
         return value
 
 
-def _detach_leaves(value: Any) -> Any:
+def _detach_and_require_grad(value: Any) -> Any:
     """Detach all tensors, and let them require gradients if their dtype allows one."""
     return pytree.tree_map_only(
         Tensor, lambda tensor: tensor.detach().requires_grad_(tensor.is_floating_point() or tensor.is_complex()), value
     )
 
 
-def _wait(value: Any) -> None:
+def _synchronize_gpus_of_tensors(value: Any) -> None:
     """Synchronize the GPUs of the tensors."""
     for device in {leaf.device for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)}:
         if device.type == "cuda":

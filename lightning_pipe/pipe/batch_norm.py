@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from lightning_pipe._compat.torch import BatchNorm
 from lightning_pipe.engine import SetupError
-from lightning_pipe.pipe.position import Position, current_position
+from lightning_pipe.pipe.position import MicroBatchPosition, get_micro_batch_position
 
 
 class DeferredBatchNorm(BatchNorm):
@@ -41,7 +41,7 @@ class DeferredBatchNorm(BatchNorm):
             raise ValueError(f"expected an input of 2 dimensions or more, got {input.dim()}")
 
     def forward(self, input: Tensor) -> Tensor:
-        where = current_position()
+        where = get_micro_batch_position()
         if where is None or not self.training or self.running_mean is None:
             return super().forward(input)
         self._check_input_dim(input)
@@ -49,7 +49,7 @@ class DeferredBatchNorm(BatchNorm):
             self._accumulate(input.detach(), where)
         return functional.batch_norm(input, None, None, self.weight, self.bias, True, 0.0, self.eps)
 
-    def _accumulate(self, input: Tensor, micro_batch_position: Position) -> None:
+    def _accumulate(self, input: Tensor, micro_batch_position: MicroBatchPosition) -> None:
         """Add a micro-batch to the moments of its mini-batch, and the last one to the running statistics."""
         if self._last_forward == (micro_batch_position.mini_batch, micro_batch_position.micro_batch):
             self._call += 1  # the layer appears several times in the Sequential
@@ -127,7 +127,7 @@ def _convert_module(module: nn.Module, replacements: dict[nn.Module, nn.Module])
                 f"a {type(module).__name__} overrides forward, which a deferred batch normalization would not run. Use"
                 " nn.BatchNorm1d, nn.BatchNorm2d or nn.BatchNorm3d, or pass deferred_batch_norm=False"
             )
-        replacements[module] = _defer(module)
+        replacements[module] = _make_deferred_batch_norm(module)
         return replacements[module]
     for name, child in list(module._modules.items()):
         if child is not None:
@@ -135,7 +135,7 @@ def _convert_module(module: nn.Module, replacements: dict[nn.Module, nn.Module])
     return module
 
 
-def _defer(module: BatchNorm) -> DeferredBatchNorm:
+def _make_deferred_batch_norm(module: BatchNorm) -> DeferredBatchNorm:
     deferred = DeferredBatchNorm(module.num_features, module.eps, module.momentum, module.affine)
     deferred._parameters = module._parameters
     deferred._buffers = module._buffers

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 from lightning_pipe._compat.torch import pytree
 from lightning_pipe.engine import InputError, SetupError
-from lightning_pipe.engine.runtime.thread_state import ThreadState, get_thread_state, use_thread_state
+from lightning_pipe.engine.runtime.thread_state import TorchThreadState, get_thread_state, use_thread_state
 from lightning_pipe.pipe.loss import MicroBatchLoss
 from lightning_pipe.pipe.partition import Modes, NamedBuffer, Partition
-from lightning_pipe.pipe.position import Position
+from lightning_pipe.pipe.position import MicroBatchPosition
 from lightning_pipe.pipe.randomness import MiniBatchSeed
 from lightning_pipe.pipe.skip import SkipKey, Skips
 
@@ -46,7 +46,7 @@ class MiniBatch:
     micro_batches: int
     seed: MiniBatchSeed
     grad: bool  # True if a backward will run
-    state: ThreadState  # the caller's
+    state: TorchThreadState  # the caller's
     training_modes: Sequence[Modes]  # of each partition
     parameters: Sequence[Sequence[Tensor]]  # of each partition, those that require gradients
     token: object = field(default_factory=object)
@@ -103,7 +103,8 @@ class Cell:
         assert leaves is not None
         changed = {
             "the input": _changed(leaves, self._versions),
-            "the training mode": self.partition.training != self._mini_batch.training_modes[self.partition.index],
+            "the training mode": self.partition.module_training_modes
+            != self._mini_batch.training_modes[self.partition.index],
             "a parameter": self._parameters
             != [_version(parameter) for parameter in self._mini_batch.parameters[self.partition.index]],
         }
@@ -164,7 +165,7 @@ class Cell:
         versions = [_version(tensor) for tensor in inputs.tensors()]
         passed = inputs.unflatten()
         skips = Skips(passed.skips)
-        where = Position(self._micro_batch, mini_batch.micro_batches, recomputing, mini_batch.token)
+        where = MicroBatchPosition(self._micro_batch, mini_batch.micro_batches, recomputing, mini_batch.token)
         value = partition.run(
             passed.value, skips, where, mini_batch.seed, training, self._buffers if recomputing else None
         )
@@ -176,7 +177,7 @@ class Cell:
                 " out-of-place operations in its first layer"
             )
         if self._loss is not None:
-            value = partition.run_loss(self._loss, (training, self._loss.kind), value, where, mini_batch.seed)
+            value = partition.compute_loss(self._loss, (training, self._loss.kind), value, where, mini_batch.seed)
         outputs = _Flat.flatten(Activations(value, {key: skips.values[key] for key in partition.targets}))
         if torch.is_grad_enabled():
             self._check_graph(leaves, outputs, (training, None if self._loss is None else self._loss.kind))
@@ -236,12 +237,12 @@ class _Flat:
     def map(self, change: Callable[[Tensor], Tensor]) -> _Flat:
         """Replace each tensor by ``change(tensor)``, called once for a tensor that a value contains several times."""
 
-        def changed(part: list[Any]) -> list[Any]:
+        def map_leaf_tensors(part: list[Any]) -> list[Any]:
             tensors = {id(leaf): leaf for leaf in part if isinstance(leaf, Tensor)}
             replacements = {number: change(tensor) for number, tensor in tensors.items()}
             return [replacements.get(id(leaf), leaf) for leaf in part]
 
-        return _Flat({key: changed(part) for key, part in self.parts.items()}, self._specs)
+        return _Flat({key: map_leaf_tensors(part) for key, part in self.parts.items()}, self._specs)
 
     def unflatten(self) -> Activations:
         values = {key: pytree.tree_unflatten(part, self._specs[key]) for key, part in self.parts.items()}

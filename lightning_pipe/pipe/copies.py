@@ -47,7 +47,9 @@ class Copier:
         if source_device == target_device:
             return PendingCopy(value)
         leaves, spec = pytree.tree_flatten(value)
-        streams = [self._stream(partition, chunk) for partition in (source, target) if self._on_gpu(partition)]
+        streams = [
+            self._stream(partition, chunk) for partition in (source, target) if self._is_gpu_partition(partition)
+        ]
         for stream in streams:
             stream.wait_stream(torch.cuda.current_stream(stream.device))  # (1)
         with ExitStack() as stack:
@@ -55,7 +57,7 @@ class Copier:
                 stack.enter_context(torch.cuda.stream(stream))
             moved = [leaf.to(target_device, non_blocking=True) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
             events = [stream.record_event() for stream in streams]
-        if self._on_gpu(source):
+        if self._is_gpu_partition(source):
             for leaf in leaves:
                 if isinstance(leaf, Tensor) and leaf.is_cuda:
                     leaf.record_stream(streams[0])
@@ -77,7 +79,7 @@ class Copier:
                 event.synchronize()  # the host must wait for a copy to host memory
         return sent.value
 
-    def _on_gpu(self, partition: int) -> bool:
+    def _is_gpu_partition(self, partition: int) -> bool:
         return self._devices[partition].type == "cuda"
 
     def _stream(self, partition: int, chunk: int) -> Any:

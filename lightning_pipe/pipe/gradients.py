@@ -53,22 +53,22 @@ class GradientSums:
 
 def attach_backward(outputs: Sequence[Tensor], upstream: Sequence[Tensor], backward: Backward) -> list[Tensor]:
     """Return outputs whose backward calls a function."""
-    pending = _Pending(backward)
-    token = _RunPending.apply(pending, *upstream)
-    return list(_Result.apply(pending, token, *outputs))
+    pending = _PendingBackward(backward)
+    token = _RunPendingBackward.apply(pending, *upstream)
+    return list(_StoreOutputGradients.apply(pending, token, *outputs))
 
 
-def attach_loss(
+def attach_precomputed_gradients(
     loss: Tensor, upstream: Sequence[Tensor], gradients: Callable[[Tensor], Sequence[Tensor | None]]
 ) -> Tensor:
     """Return a loss whose gradients have already been computed."""
-    pending = _Pending(lambda grads: gradients(grads[0] if grads[0] is not None else torch.ones_like(loss)))
-    token = _RunPending.apply(pending, *upstream)
-    attached: Tensor = _Result.apply(pending, token, loss)[0]
+    pending = _PendingBackward(lambda grads: gradients(grads[0] if grads[0] is not None else torch.ones_like(loss)))
+    token = _RunPendingBackward.apply(pending, *upstream)
+    attached: Tensor = _StoreOutputGradients.apply(pending, token, loss)[0]
     return attached
 
 
-class _Pending:
+class _PendingBackward:
     """Backward function that can run once."""
 
     def __init__(self, backward: Backward) -> None:
@@ -86,9 +86,9 @@ class _Pending:
         return backward(output_gradients)
 
 
-class _RunPending(torch.autograd.Function):
+class _RunPendingBackward(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, pending: _Pending, *upstream: Tensor) -> Tensor:
+    def forward(ctx: Any, pending: _PendingBackward, *upstream: Tensor) -> Tensor:
         ctx.pending = pending
         return torch.empty(0, device="cpu")
 
@@ -97,9 +97,9 @@ class _RunPending(torch.autograd.Function):
         return (None, *ctx.pending())
 
 
-class _Result(torch.autograd.Function):
+class _StoreOutputGradients(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, pending: _Pending, token: Tensor, *outputs: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, pending: _PendingBackward, token: Tensor, *outputs: Tensor) -> tuple[Tensor, ...]:
         ctx.pending = pending
         ctx.set_materialize_grads(False)
         return tuple(output.detach() for output in outputs)

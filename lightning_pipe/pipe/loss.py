@@ -33,7 +33,7 @@ class MiniBatchLoss:
     """Builds the loss functions of a mini-batch's micro-batches."""
 
     def __init__(self, loss_fn: LossFunction, reduction: Reduction | None, known_means: set[Any]) -> None:
-        loss_fn = _FUNCTIONS[loss_fn]() if _is_known(loss_fn) else loss_fn  # type: ignore[index]
+        loss_fn = _FUNCTIONS[loss_fn]() if _is_functional_cross_entropy(loss_fn) else loss_fn  # type: ignore[index]
         declared: Any = reduction
         if declared is None:
             declared = getattr(loss_fn, "reduction", None) or getattr(loss_fn, "keywords", {}).get("reduction")
@@ -45,7 +45,7 @@ class MiniBatchLoss:
         self.loss_fn = loss_fn
         self.reduction: Reduction = "mean" if declared is None else _REDUCTIONS[declared]
         self._known_means = known_means
-        self._kind = _kind_of(loss_fn)
+        self._kind = _make_loss_function_key(loss_fn)
         self._to_try = declared is None and self._kind not in known_means
 
     def split(self, targets: Any, count: int, scale: float) -> list[MicroBatchLoss]:
@@ -70,11 +70,11 @@ class MiniBatchLoss:
             return
         output, target, loss, dtype = first.sample
         first.sample = None
-        parts = _losses_of_halves(self.loss_fn, output, target)
+        parts = _compute_half_batch_losses(self.loss_fn, output, target)
         if parts is None:
             return
         (a, rows_a), (b, rows_b) = parts
-        near = _rounding(output, dtype) * (abs(a) + abs(b) + abs(loss)) + 1e-12
+        near = _bound_loss_rounding_error(output, dtype) * (abs(a) + abs(b) + abs(loss)) + 1e-12
         if abs(loss - (a * rows_a + b * rows_b) / (rows_a + rows_b)) <= near:
             self._known_means.add(self._kind)
             return
@@ -96,7 +96,7 @@ class MicroBatchLoss:
     ) -> None:
         self._loss_fn, self._target, self._weight, self._total, self._scale = loss_fn, target, weight, total, scale
         self._keep = keep
-        self.kind = _kind_of(loss_fn)
+        self.kind = _make_loss_function_key(loss_fn)
         self.value: Tensor = torch.empty(())  # summand without the scale
         self.sample: tuple[Any, Any, float, torch.dtype] | None = None  # output, target, loss and its dtype
 
@@ -118,14 +118,14 @@ class MicroBatchLoss:
         return loss if self._scale == 1.0 else loss * self._scale
 
 
-def _is_known(loss_fn: Any) -> bool:
+def _is_functional_cross_entropy(loss_fn: Any) -> bool:
     try:
         return loss_fn in _FUNCTIONS
     except TypeError:  # not hashable
         return False
 
 
-def _kind_of(loss_fn: Any) -> Any:
+def _make_loss_function_key(loss_fn: Any) -> Any:
     """Return a key that is equal for functions that are created again in every step."""
     while isinstance(loss_fn, partial):
         loss_fn = loss_fn.func
@@ -145,7 +145,7 @@ def _total_target_weight(loss_fn: LossFunction, targets: Any) -> Tensor | None:
     return weights[targets[counts]].sum()
 
 
-def _losses_of_halves(loss_fn: LossFunction, output: Any, target: Any) -> list[tuple[float, int]] | None:
+def _compute_half_batch_losses(loss_fn: LossFunction, output: Any, target: Any) -> list[tuple[float, int]] | None:
     """Return losses and rows of two parts of a micro-batch; None if they cannot be computed, or are random."""
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
     with torch.no_grad(), torch.random.fork_rng(devices):
@@ -158,7 +158,7 @@ def _losses_of_halves(loss_fn: LossFunction, output: Any, target: Any) -> list[t
         return losses if torch.equal(before, torch.get_rng_state()) else None
 
 
-def _rounding(output: Any, dtype: torch.dtype) -> float:
+def _bound_loss_rounding_error(output: Any, dtype: torch.dtype) -> float:
     """Return a bound of the relative rounding error of a loss.
 
     The error of a sum of n terms grows as sqrt(n) epsilon (Higham and Mary, 2019). PyTorch adds in single precision or

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_pipe._compat.torch import gradient_hooks, pytree
+from lightning_pipe._compat.torch import get_tensor_backward_hooks, pytree
 from lightning_pipe.engine import SetupError
 from lightning_pipe.engine.runtime.thread_state import get_thread_state
 from lightning_pipe.pipe.cell import Cell, MiniBatch
@@ -18,7 +18,7 @@ from lightning_pipe.pipe.gradients import GradientSums
 from lightning_pipe.pipe.loss import MicroBatchLoss
 from lightning_pipe.pipe.partition import Partition
 from lightning_pipe.pipe.partitioning import CheckpointMode
-from lightning_pipe.pipe.plans import gradient_field
+from lightning_pipe.pipe.plans import get_input_gradient_field_name
 from lightning_pipe.pipe.randomness import MiniBatchSeed, SharedGenerators
 from lightning_pipe.pipe.scatter import count_rows, scatter, to_device
 from lightning_pipe.pipe.scheduler import MicroBatch, Scheduler
@@ -67,7 +67,7 @@ class MiniBatchRun:
             self._seed,
             self.grad,
             get_thread_state(),
-            [partition.training for partition in self._partitions],
+            [partition.module_training_modes for partition in self._partitions],
             self._parameters,
         )
         self._streams = [
@@ -75,7 +75,7 @@ class MiniBatchRun:
         ]
         self._cells: list[list[Cell]] = []
 
-    def micro_batches(self, losses: Sequence[MicroBatchLoss] = ()) -> list[MicroBatch]:
+    def build_micro_batches(self, losses: Sequence[MicroBatchLoss] = ()) -> list[MicroBatch]:
         """Build the micro-batches for forward."""
         last = self._partitions[-1]
         mode = self._checkpoint
@@ -96,7 +96,7 @@ class MiniBatchRun:
                 ]
             )
         pieces, self._pieces = self._pieces, []
-        return [self._micro_batch(index, piece) for index, piece in enumerate(pieces)]
+        return [self._build_micro_batch(index, piece) for index, piece in enumerate(pieces)]
 
     def backward(
         self, leaves: int, gradients: dict[int, Tensor | None], sizes: dict[int, list[int]]
@@ -108,12 +108,14 @@ class MiniBatchRun:
             for place, gradient in gradients.items()
         }
         micro_batches = [
-            self._micro_batch(index, None, [parts[place][index] if place in parts else None for place in range(leaves)])
+            self._build_micro_batch(
+                index, None, [parts[place][index] if place in parts else None for place in range(leaves)]
+            )
             for index in reversed(range(self.count))
         ]
         with self.suspend_parameter_hooks():
             input_gradients = self._scheduler.run(
-                "gpipe_backward", micro_batches, lambda ctx: getattr(ctx, gradient_field(0)).value
+                "gpipe_backward", micro_batches, lambda ctx: getattr(ctx, get_input_gradient_field_name(0)).value
             )
         self.check_generators()
         return self.collect_gradients(input_gradients[::-1])
@@ -121,7 +123,9 @@ class MiniBatchRun:
     @contextmanager
     def suspend_parameter_hooks(self) -> Iterator[None]:
         """Context without hooks of parameters, which must see only the sum of gradients over micro-batches."""
-        hooked = [hooks for part in self._parameters for parameter in part if (hooks := gradient_hooks(parameter))]
+        hooked = [
+            hooks for part in self._parameters for parameter in part if (hooks := get_tensor_backward_hooks(parameter))
+        ]
         saved_hooks = [dict(hooks) for hooks in hooked]
         for hooks in hooked:
             hooks.clear()
@@ -164,7 +168,9 @@ class MiniBatchRun:
                 raise
         self._seed.advance_generator()
 
-    def _micro_batch(self, index: int, piece: Any, output_gradients: list[Tensor | None] | None = None) -> MicroBatch:
+    def _build_micro_batch(
+        self, index: int, piece: Any, output_gradients: list[Tensor | None] | None = None
+    ) -> MicroBatch:
         return MicroBatch(
             index,
             self.count,

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from lightning_pipe._compat.torch import NormBase, pytree
 from lightning_pipe.engine import SetupError
-from lightning_pipe.pipe.position import Position, set_position
+from lightning_pipe.pipe.position import MicroBatchPosition, set_position
 from lightning_pipe.pipe.randomness import LayerGenerators, MiniBatchSeed
-from lightning_pipe.pipe.skip import SkipKey, SkipRoute, Skips, use_skips
+from lightning_pipe.pipe.skip import SkipKey, SkipRoute, Skips, set_current_skips
 
 # One flag per module: True if the module is in training mode.
 Modes = tuple[bool, ...]
@@ -56,7 +56,7 @@ class Partition:
         return f"partition {self.index} ({layers}, on {self.device})"
 
     @property
-    def training(self) -> Modes:
+    def module_training_modes(self) -> Modes:
         """Training flags of all modules in the layers."""
         return tuple(module.training for layer in self.layers for module in layer.modules())
 
@@ -74,7 +74,7 @@ class Partition:
         self._compile_options, self._compiled = options, None
 
     @property
-    def compiled(self) -> Callable[[tuple[Any, ...]], Any] | None:
+    def compiled_forward(self) -> Callable[[tuple[Any, ...]], Any] | None:
         """Compiled function of the layers; None without :meth:`compile`."""
         if self._compile_options is not None and self._compiled is None:
             # Each partition has its own code object: torch.compile limits how often it compiles the same one.
@@ -92,7 +92,7 @@ class Partition:
         self,
         inputs: tuple[Any, ...],
         skips: Skips,
-        micro_batch_position: Position,
+        micro_batch_position: MicroBatchPosition,
         seed: MiniBatchSeed,
         training: Modes,
         buffers: Sequence[NamedBuffer] | None = None,
@@ -100,19 +100,24 @@ class Partition:
         """Run the layers for a micro-batch."""
         draws = None if self.checks_every_draw else self.draws.get(training)
         if draws is None and self._compile_options is not None and not self.checks_every_draw:
-            draws = self._try_draws(inputs, skips, micro_batch_position, seed, training)
+            draws = self._detect_random_draws(inputs, skips, micro_batch_position, seed, training)
         buffer_context = self._record_changed_buffers(training) if buffers is None else self._replace_buffers(buffers)
-        with set_position(micro_batch_position), use_skips(skips), buffer_context:
+        with set_position(micro_batch_position), set_current_skips(skips), buffer_context:
             if draws is False:
-                return (self.compiled or self._run_layers)(inputs)
+                return (self.compiled_forward or self._run_layers)(inputs)
             with LayerGenerators(seed, micro_batch_position.micro_batch) as generators:
                 value = self._run_layers(inputs, generators.enter_layer)
         if draws is None and not self.checks_every_draw:
             self.draws[training] = generators.has_drawn
         return value
 
-    def run_loss(
-        self, loss: Callable[[Any], Tensor], kind: Any, output: Any, micro_batch_position: Position, seed: MiniBatchSeed
+    def compute_loss(
+        self,
+        loss: Callable[[Any], Tensor],
+        kind: Any,
+        output: Any,
+        micro_batch_position: MicroBatchPosition,
+        seed: MiniBatchSeed,
     ) -> Tensor:
         """Compute the loss of the output of :meth:`run`, with its own random stream, like a layer."""
         if not self.checks_every_draw and self.loss_draws.get(kind) is False:
@@ -124,11 +129,11 @@ class Partition:
             self.loss_draws[kind] = generators.has_drawn
         return result
 
-    def _try_draws(
+    def _detect_random_draws(
         self,
         inputs: tuple[Any, ...],
         skips: Skips,
-        micro_batch_position: Position,
+        micro_batch_position: MicroBatchPosition,
         seed: MiniBatchSeed,
         training: Modes,
     ) -> bool:
@@ -141,7 +146,7 @@ class Partition:
         with (
             torch.no_grad(),
             set_position(micro_batch_position._replace(recomputing=True)),
-            use_skips(Skips(skips.values)),
+            set_current_skips(Skips(skips.values)),
             self._replace_buffers(self.snapshot_buffers(None)),
             LayerGenerators(seed, micro_batch_position.micro_batch) as generators,
         ):

@@ -57,7 +57,7 @@ def make_partitions(
     balance: Sequence[int] | None,
 ) -> tuple[list[Partition], list[SkipRoute]]:
     """Assign layers to partitions, and move them to their devices."""
-    places = _devices(devices, balance)
+    places = _resolve_partition_devices(devices, balance)
     shares = (
         balance_by_costs([sum(p.numel() for p in layer.parameters()) for layer in layers], len(places))
         if balance is None
@@ -75,7 +75,9 @@ def make_partitions(
     ], routes
 
 
-def _devices(devices: Iterable[torch.device | str | int] | None, balance: Sequence[int] | None) -> list[torch.device]:
+def _resolve_partition_devices(
+    devices: Iterable[torch.device | str | int] | None, balance: Sequence[int] | None
+) -> list[torch.device]:
     if devices is None:
         gpus = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
         if gpus:

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from lightning_pipe._compat.torch import device_from_to_args, pytree
 from lightning_pipe.engine import InputError, IterContext, PipelinePlan, SetupError, TaskSpan
 from lightning_pipe.pipe.batch_norm import defer_batch_norm, undefer_batch_norm
-from lightning_pipe.pipe.gradients import attach_backward, attach_loss
+from lightning_pipe.pipe.gradients import attach_backward, attach_precomputed_gradients
 from lightning_pipe.pipe.loss import LossFunction, MiniBatchLoss, Reduction, sum_losses
 from lightning_pipe.pipe.mini_batch_run import MiniBatchRun
 from lightning_pipe.pipe.partition import Partition
 from lightning_pipe.pipe.partitioning import CheckpointMode, check_pipe_options, check_sequential, make_partitions
-from lightning_pipe.pipe.plans import gradient_field, value_field
-from lightning_pipe.pipe.scatter import count_rows, gather, to_device
+from lightning_pipe.pipe.plans import get_input_field_name, get_input_gradient_field_name
+from lightning_pipe.pipe.scatter import concat_micro_batch_outputs, count_rows, to_device
 from lightning_pipe.pipe.scheduler import Scheduler
 from lightning_pipe.pipe.skip import SkipRoute
 
@@ -117,7 +117,7 @@ class Pipe(nn.Module):
     @property
     def plans(self) -> dict[str, PipelinePlan]:
         """Plans of forward, of backward, and of :meth:`loss`, by name."""
-        return self._schedule.plans
+        return self._lazy_scheduler.plans
 
     def __len__(self) -> int:
         return len(self._modules)
@@ -163,14 +163,14 @@ class Pipe(nn.Module):
             SetupError: a layer, hook or loss function of this pipe calls it.
             Exception: raised by a layer, with a note that names the partition and the micro-batch.
         """
-        run = self._run(inputs, 6)  # through nn.Module's two calls
+        run = self._make_mini_batch_run(inputs, 6)  # through nn.Module's two calls
         last = len(self._partitions)
-        outputs = self._schedule.run(
-            "gpipe_forward", run.micro_batches(), lambda ctx: getattr(ctx, value_field(last)).value
+        outputs = self._lazy_scheduler.run(
+            "gpipe_forward", run.build_micro_batches(), lambda ctx: getattr(ctx, get_input_field_name(last)).value
         )
         run.check_generators()
         with torch.no_grad():
-            gathered, spec = pytree.tree_flatten(gather(outputs, run.rows_of_micro_batches))
+            gathered, spec = pytree.tree_flatten(concat_micro_batch_outputs(outputs, run.rows_of_micro_batches))
         if not run.grad:
             return pytree.tree_unflatten(gathered, spec)
         leaves = [pytree.tree_leaves(output) for output in outputs]
@@ -185,10 +185,12 @@ class Pipe(nn.Module):
             # Captures the count, not the outputs: they hold this function, and the cycle would keep both alive.
             count = len(gathered)
 
-            def backward(gradients: list[Tensor | None]) -> Sequence[Tensor | None]:
+            def run_mini_batch_backward(gradients: list[Tensor | None]) -> Sequence[Tensor | None]:
                 return run.backward(count, dict(zip(places, gradients, strict=True)), sizes)
 
-            attached = attach_backward([gathered[place] for place in places], run.tensors_requiring_grad, backward)
+            attached = attach_backward(
+                [gathered[place] for place in places], run.tensors_requiring_grad, run_mini_batch_backward
+            )
             for place, tensor in zip(places, attached, strict=True):
                 gathered[place] = tensor
         return pytree.tree_unflatten(gathered, spec)
@@ -229,7 +231,7 @@ class Pipe(nn.Module):
                 mean over rows nor declared to be a sum.
         """
         mini_batch_loss = MiniBatchLoss(loss_fn, reduction, self._known_losses)
-        run = self._run(inputs if isinstance(inputs, tuple) else (inputs,), 4)
+        run = self._make_mini_batch_run(inputs if isinstance(inputs, tuple) else (inputs,), 4)
         targets = to_device(targets, self.devices[-1])
         if not 0 < run.rows == count_rows(targets):
             raise InputError(
@@ -238,15 +240,15 @@ class Pipe(nn.Module):
             )
         scale = 1.0 if self._loss_scale is None else self._loss_scale()
         losses = mini_batch_loss.split(targets, run.count, scale)
-        micro_batches = run.micro_batches(losses)
+        micro_batches = run.build_micro_batches(losses)
         plan = "1f1b" if run.grad else "gpipe_forward"
 
-        def first_gradients_of(ctx: IterContext) -> list[Tensor | None]:
-            gradients: list[Tensor | None] = getattr(ctx, gradient_field(0)).value if run.grad else []
+        def get_input_gradients(ctx: IterContext) -> list[Tensor | None]:
+            gradients: list[Tensor | None] = getattr(ctx, get_input_gradient_field_name(0)).value if run.grad else []
             return gradients
 
         with run.suspend_parameter_hooks():
-            first_gradients = self._schedule.run(plan, micro_batches, first_gradients_of)
+            first_gradients = self._lazy_scheduler.run(plan, micro_batches, get_input_gradients)
         run.check_generators()
         mini_batch_loss.check_is_mean(losses[0])
         total = sum_losses(losses)
@@ -254,14 +256,14 @@ class Pipe(nn.Module):
             return total
         collected = run.collect_gradients(first_gradients)
 
-        def gradients(loss_gradient: Tensor) -> Sequence[Tensor | None]:
+        def scale_collected_gradients(loss_gradient: Tensor) -> Sequence[Tensor | None]:
             factor = loss_gradient / scale
             return [
                 None if gradient is None else gradient * factor.to(gradient.device, gradient.dtype)
                 for gradient in collected
             ]
 
-        return attach_loss(total, run.tensors_requiring_grad, gradients)
+        return attach_precomputed_gradients(total, run.tensors_requiring_grad, scale_collected_gradients)
 
     # ------------------------------------------------------------------ tracing and closing
 
@@ -271,14 +273,14 @@ class Pipe(nn.Module):
         Args:
             max_spans: number of most recent spans to keep for each plan (default None: all).
         """
-        self._schedule.start_trace(max_spans)
+        self._lazy_scheduler.start_trace(max_spans)
 
     def stop_trace(self) -> list[TaskSpan]:
         """Stop recording and return the spans, sorted by end time.
 
         The *iteration* of a span is the index of the micro-batch in its mini-batch.
         """
-        return self._schedule.stop_trace()
+        return self._lazy_scheduler.stop_trace()
 
     def set_loss_scale(self, scale: Callable[[], float] | None) -> None:
         """Scale the loss for the backward inside :meth:`loss`, and divide the gradients by the same factor.
@@ -296,7 +298,7 @@ class Pipe(nn.Module):
         if self._scheduler is not None:
             self._scheduler.close()
 
-    def _run(self, inputs: tuple[Any, ...], depth: int) -> MiniBatchRun:
+    def _make_mini_batch_run(self, inputs: tuple[Any, ...], depth: int) -> MiniBatchRun:
         check_pipe_options(self.chunks, self.checkpoint)
         if [*map(id, self)] != [id(layer) for partition in self._partitions for layer in partition.layers]:
             raise SetupError(
@@ -305,10 +307,10 @@ class Pipe(nn.Module):
             )
         # In evaluation, backward is rare, and running layers twice would only cost time.
         checkpoint = self.checkpoint if self.training else "never"
-        return MiniBatchRun(self._partitions, self._schedule, self.chunks, checkpoint, inputs, depth)
+        return MiniBatchRun(self._partitions, self._lazy_scheduler, self.chunks, checkpoint, inputs, depth)
 
     @property
-    def _schedule(self) -> Scheduler:
+    def _lazy_scheduler(self) -> Scheduler:
         if self._scheduler is None:
             self._scheduler = Scheduler(self._partitions, self._routes)
         return self._scheduler
@@ -356,7 +358,7 @@ class Pipe(nn.Module):
         )
 
 
-def pipe_loss(
+def compute_pipe_or_module_loss(
     module: nn.Module,
     inputs: Any,
     targets: Any,

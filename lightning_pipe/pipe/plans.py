@@ -29,41 +29,44 @@ TaskFunction = Callable[[int, IterContext], None]
 _GRAPH = "backward needs the autograd graph of its own micro-batch"
 
 
-def pipe_plans(
+def build_gpipe_and_1f1b_plans(
     partitions: int, routes: Sequence[SkipRoute], forward: TaskFunction, recompute: TaskFunction, backward: TaskFunction
 ) -> list[PipelinePlan]:
     """Plans of all forwards in GPipe's clock cycles, of all backwards, and of both in turn (1F1B)."""
     clocked, in_turn, backwards = [], [], []
     for index in range(partitions):
-        task = _forward(index, routes, forward)
-        clocked.append((task, _where(index, partitions - index)))
-        in_turn.append((task, _where(index, partitions)))
+        task = _make_forward_task(index, routes, forward)
+        clocked.append((task, _assign_stage_and_thread_group(index, partitions - index)))
+        in_turn.append((task, _assign_stage_and_thread_group(index, partitions)))
     for index in reversed(range(partitions)):
         # As late as possible, so that a partition holds the recomputed activations of one micro-batch at a time. It
         # recomputes while the next partition runs backward.
-        where = _where(index, index + 1)
-        backwards += [(_recompute(index, recompute), where), (_backward(index, routes, backward), where)]
+        where = _assign_stage_and_thread_group(index, index + 1)
+        backwards += [
+            (_make_recompute_task(index, recompute), where),
+            (_make_backward_task(index, routes, backward), where),
+        ]
     tasks = {"gpipe_forward": clocked, "gpipe_backward": backwards, "1f1b": in_turn + backwards}
     return [PipelinePlan(placed, name=name) for name, placed in tasks.items()]
 
 
-def _where(partition: int, stage: int) -> TaskSchedule:
+def _assign_stage_and_thread_group(partition: int, stage: int) -> TaskSchedule:
     return TaskSchedule(stage=stage, thread_group=f"partition{partition}")
 
 
-def _forward(index: int, routes: Sequence[SkipRoute], fn: TaskFunction) -> PipelineTask:
-    skips_in = [skip_field(number) for number, route in enumerate(routes) if route.target == index]
-    skips_out = [skip_field(number) for number, route in enumerate(routes) if route.source == index]
+def _make_forward_task(index: int, routes: Sequence[SkipRoute], fn: TaskFunction) -> PipelineTask:
+    skips_in = [get_skip_tensor_field_name(number) for number, route in enumerate(routes) if route.target == index]
+    skips_out = [get_skip_tensor_field_name(number) for number, route in enumerate(routes) if route.source == index]
     return PipelineTask(
         f"Forward{index}",
         lambda ctx: fn(index, ctx),
-        reads=["batch", value_field(index), *skips_in],
-        writes=[value_field(index), value_field(index + 1), f"graph{index}", *skips_in, *skips_out],
+        reads=["batch", get_input_field_name(index), *skips_in],
+        writes=[get_input_field_name(index), get_input_field_name(index + 1), f"graph{index}", *skips_in, *skips_out],
         not_replayable=_GRAPH,
     )
 
 
-def _recompute(index: int, fn: TaskFunction) -> PipelineTask:
+def _make_recompute_task(index: int, fn: TaskFunction) -> PipelineTask:
     return PipelineTask(
         f"Recompute{index}",
         lambda ctx: fn(index, ctx),
@@ -73,14 +76,18 @@ def _recompute(index: int, fn: TaskFunction) -> PipelineTask:
     )
 
 
-def _backward(index: int, routes: Sequence[SkipRoute], fn: TaskFunction) -> PipelineTask:
-    skips_in = [skip_gradient_field(number) for number, route in enumerate(routes) if route.source == index]
-    skips_out = [skip_gradient_field(number) for number, route in enumerate(routes) if route.target == index]
+def _make_backward_task(index: int, routes: Sequence[SkipRoute], fn: TaskFunction) -> PipelineTask:
+    skips_in = [
+        get_skip_tensor_gradient_field_name(number) for number, route in enumerate(routes) if route.source == index
+    ]
+    skips_out = [
+        get_skip_tensor_gradient_field_name(number) for number, route in enumerate(routes) if route.target == index
+    ]
     return PipelineTask(
         f"Backward{index}",
         lambda ctx: fn(index, ctx),
-        reads=["batch", f"graph{index}", gradient_field(index + 1), *skips_in],
-        writes=[gradient_field(index + 1), gradient_field(index), *skips_in, *skips_out],
+        reads=["batch", f"graph{index}", get_input_gradient_field_name(index + 1), *skips_in],
+        writes=[get_input_gradient_field_name(index + 1), get_input_gradient_field_name(index), *skips_in, *skips_out],
         not_replayable=_GRAPH,
     )
 
@@ -91,21 +98,21 @@ def parse_task_name(task: str) -> tuple[str, int]:
     return kind, int(task.removeprefix(kind))
 
 
-def value_field(partition: int) -> str:
+def get_input_field_name(partition: int) -> str:
     """Context field of the input of a partition."""
     return f"value{partition}"
 
 
-def gradient_field(partition: int) -> str:
+def get_input_gradient_field_name(partition: int) -> str:
     """Context field of the gradient of a partition's input."""
     return f"gradient{partition}"
 
 
-def skip_field(route: int) -> str:
+def get_skip_tensor_field_name(route: int) -> str:
     """Context field of the value of a skip."""
     return f"skip{route}"
 
 
-def skip_gradient_field(route: int) -> str:
+def get_skip_tensor_gradient_field_name(route: int) -> str:
     """Context field of the gradient of a skip."""
     return f"skip_gradient{route}"

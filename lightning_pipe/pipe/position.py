@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 
-class Position(NamedTuple):
+class MicroBatchPosition(NamedTuple):
     """Position of a running pipe."""
 
     micro_batch: int
@@ -18,13 +18,13 @@ class Position(NamedTuple):
 
 
 class _CurrentPosition(threading.local):
-    position: Position | None = None
+    position: MicroBatchPosition | None = None
 
 
 _current = _CurrentPosition()
 
 
-def current_position() -> Position | None:
+def get_micro_batch_position() -> MicroBatchPosition | None:
     """Position of the pipe that runs the calling layer; None outside of a pipe."""
     return _current.position
 
@@ -35,7 +35,7 @@ def is_recomputing() -> bool:
 
 
 @contextmanager
-def set_position(micro_batch_position: Position) -> Iterator[None]:
+def set_position(micro_batch_position: MicroBatchPosition) -> Iterator[None]:
     """Context in which this thread has the position *micro_batch_position*."""
     before, _current.position = _current.position, micro_batch_position
     try:

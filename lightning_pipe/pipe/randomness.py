@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_pipe._compat.torch import TorchDispatchMode, pytree, saved_tensor_hooks, schema_of
+from lightning_pipe._compat.torch import TorchDispatchMode, get_active_saved_tensor_hooks, get_operator_schema, pytree
 from lightning_pipe.engine import SetupError
 
 # Held while a thread has replaced the state of a shared generator.
@@ -69,12 +69,14 @@ class LayerGenerators(TorchDispatchMode):
         self, func: Any, types: Sequence[Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if torch.Tag.nondeterministic_seeded not in func.tags or not _draws(func, args, kwargs):
+        if torch.Tag.nondeterministic_seeded not in func.tags or not _draws_random_numbers(func, args, kwargs):
             return func(*args, **kwargs)
         self.has_drawn = True
         _refuse_inner_checkpoint()
-        device = _device_of(args, kwargs)
-        if device.type == "cpu" and any(argument.name == "generator" for argument in schema_of(func).arguments):
+        device = _get_operation_device(args, kwargs)
+        if device.type == "cpu" and any(
+            argument.name == "generator" for argument in get_operator_schema(func).arguments
+        ):
             # An explicit generator leaves the shared one untouched, so threads need no lock.
             return func(*args, **{**kwargs, "generator": self._layer_generator(device)})
         with _lock:
@@ -99,7 +101,7 @@ class LayerGenerators(TorchDispatchMode):
 
 def _refuse_inner_checkpoint() -> None:
     """Refuse draws inside ``torch.utils.checkpoint``, which cannot restore a layer's generator for its second run."""
-    hooks = saved_tensor_hooks()
+    hooks = get_active_saved_tensor_hooks()
     if hooks is not None and getattr(hooks[0], "__qualname__", "").startswith("_checkpoint_hook"):
         raise SetupError(
             "a layer draws random numbers inside torch.utils.checkpoint, whose second run would draw different numbers."
@@ -107,12 +109,12 @@ def _refuse_inner_checkpoint() -> None:
         )
 
 
-def _draws(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+def _draws_random_numbers(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Return True if a random operation draws from a shared generator with these arguments."""
     if any(isinstance(arg, torch.Generator) for arg in (*args, *kwargs.values())):
         return False
     # For example attention without dropout: counted as a draw, it would wait for the lock of other partitions.
-    for place, argument in enumerate(schema_of(func).arguments):
+    for place, argument in enumerate(get_operator_schema(func).arguments):
         if argument.name in _SWITCHES:
             value = args[place] if place < len(args) else kwargs.get(argument.name, argument.default_value)
             if value is not None and not value:  # no probability, or not in training
@@ -120,7 +122,7 @@ def _draws(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     return True
 
 
-def _device_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.device:
+def _get_operation_device(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.device:
     """Return the device that an operation draws on: its ``device`` argument, or the device of its tensors."""
     named = kwargs.get("device")
     if named is not None:

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lightning_pipe.engine.observe.timeline import BACKWARD, FORWARD, RECOMPUTE, Bar, in_iterations, microbatch_bar
+from lightning_pipe.engine.observe.timeline import (
+    BACKWARD,
+    FORWARD,
+    RECOMPUTE,
+    Bar,
+    assign_iterations_to_bars,
+    microbatch_bar,
+)
 from lightning_pipe.pipe.pipe import Pipe
 from lightning_pipe.pipe.plans import parse_task_name
 
@@ -18,7 +25,7 @@ class PartitionRecorder:
         self._pipe = pipe
         pipe.start_trace(keep)
 
-    def record_batch_end(self) -> None:
+    def collect_batch_records(self) -> None:
         """Do nothing: the pipe stores the records."""
 
     def stop(self, tasks: Sequence[Bar], rank: int) -> list[Bar]:
@@ -28,4 +35,4 @@ class PartitionRecorder:
             task_kind, partition = parse_task_name(span.task)
             kind = _KINDS[task_kind]
             bars.append(microbatch_bar(partition, kind, span.iteration, span.start, span.end, rank, span.thread))
-        return in_iterations(sorted(bars, key=lambda bar: bar.start), tasks)
+        return assign_iterations_to_bars(sorted(bars, key=lambda bar: bar.start), tasks)

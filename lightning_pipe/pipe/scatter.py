@@ -34,7 +34,7 @@ def scatter(value: Any, chunks: int) -> list[Any]:
     return [pytree.tree_unflatten([piece[index] for piece in pieces], spec) for index in range(chunks)]
 
 
-def gather(values: Sequence[Any], rows: Sequence[int] | None = None) -> Any:
+def concat_micro_batch_outputs(values: Sequence[Any], rows: Sequence[int] | None = None) -> Any:
     """Concatenate outputs of micro-batches; the inverse of :func:`scatter`."""
     flattened = [pytree.tree_flatten(value) for value in values]
     spec = flattened[0][1]
@@ -44,7 +44,7 @@ def gather(values: Sequence[Any], rows: Sequence[int] | None = None) -> Any:
             " all micro-batches"
         )
     return pytree.tree_unflatten(
-        [_joined([leaves[place] for leaves, _ in flattened], rows) for place in range(spec.num_leaves)], spec
+        [_concat_leaves([leaves[place] for leaves, _ in flattened], rows) for place in range(spec.num_leaves)], spec
     )
 
 
@@ -53,7 +53,7 @@ def to_device(value: Any, device: torch.device | str) -> Any:
     return pytree.tree_map_only(Tensor, lambda leaf: leaf.to(device, non_blocking=True), value)
 
 
-def _joined(leaves: Sequence[Any], rows: Sequence[int] | None) -> Any:
+def _concat_leaves(leaves: Sequence[Any], rows: Sequence[int] | None) -> Any:
     first = leaves[0]
     if isinstance(first, Tensor):
         if not first.dim():

@@ -20,12 +20,12 @@ from lightning_pipe.pipe.copies import Copier, PendingCopy
 from lightning_pipe.pipe.gradients import GradientSums
 from lightning_pipe.pipe.partition import Partition
 from lightning_pipe.pipe.plans import (
-    gradient_field,
+    build_gpipe_and_1f1b_plans,
+    get_input_field_name,
+    get_input_gradient_field_name,
+    get_skip_tensor_field_name,
+    get_skip_tensor_gradient_field_name,
     parse_task_name,
-    pipe_plans,
-    skip_field,
-    skip_gradient_field,
-    value_field,
 )
 from lightning_pipe.pipe.skip import SkipRoute
 
@@ -60,7 +60,7 @@ class _CurrentSchedulers(threading.local):
 _current = _CurrentSchedulers()
 
 
-class _Tasks:
+class _PartitionTaskFunctions:
     """Task functions of a pipe's plans. Without a reference to the scheduler, a forgotten pipe is freed at once."""
 
     def __init__(self, partitions: Sequence[Partition], routes: Sequence[SkipRoute]) -> None:
@@ -74,20 +74,20 @@ class _Tasks:
             if index == 0:
                 value, micro.inputs = micro.inputs, None
             else:
-                value = (self._copier.receive(ctx.pop(value_field(index)), index),)
+                value = (self._copier.receive(ctx.pop(get_input_field_name(index)), index),)
             skips = {
-                route.key: self._copier.receive(ctx.pop(skip_field(number)), index)
+                route.key: self._copier.receive(ctx.pop(get_skip_tensor_field_name(number)), index)
                 for number, route in enumerate(self._routes)
                 if route.target == index
             }
             out = micro.cells[index].forward(Activations(value, skips))
             last = index == len(self._partitions) - 1
             sent = PendingCopy(out.value) if last else self._copier.send(out.value, index, index + 1, micro.index)
-            setattr(ctx, value_field(index + 1), sent)
+            setattr(ctx, get_input_field_name(index + 1), sent)
             for number, route in enumerate(self._routes):
                 if route.source == index:
                     skipped = self._copier.send(out.skips[route.key], index, route.target, micro.index)
-                    setattr(ctx, skip_field(number), skipped)
+                    setattr(ctx, get_skip_tensor_field_name(number), skipped)
 
     def recompute(self, index: int, ctx: IterContext) -> None:
         micro: MicroBatch = ctx.batch
@@ -103,23 +103,25 @@ class _Tasks:
         with self._partition_context(micro, index, "backward"), _without_autocast() if inside else nullcontext():
             gradients: Gradients = {}
             if index < len(self._partitions) - 1:
-                gradients[None] = self._copier.receive(ctx.pop(gradient_field(index + 1)), index)
+                gradients[None] = self._copier.receive(ctx.pop(get_input_gradient_field_name(index + 1)), index)
             elif micro.output_gradients is not None:
                 gradients[None] = micro.output_gradients
             for number, route in enumerate(self._routes):
                 if route.source == index:
-                    gradients[route.key] = self._copier.receive(ctx.pop(skip_gradient_field(number)), index)
+                    gradients[route.key] = self._copier.receive(
+                        ctx.pop(get_skip_tensor_gradient_field_name(number)), index
+                    )
             input_gradients = micro.cells[index].backward(gradients, micro.sums[index].add)
             sent = (
                 self._copier.send(input_gradients[None], index, index - 1, micro.index)
                 if index
                 else PendingCopy(input_gradients[None])
             )
-            setattr(ctx, gradient_field(index), sent)
+            setattr(ctx, get_input_gradient_field_name(index), sent)
             for number, route in enumerate(self._routes):
                 if route.target == index:
                     back = self._copier.send(input_gradients[route.key], index, route.source, micro.index)
-                    setattr(ctx, skip_gradient_field(number), back)
+                    setattr(ctx, get_skip_tensor_gradient_field_name(number), back)
 
     @contextmanager
     def _partition_context(self, micro: MicroBatch, index: int, phase: str) -> Iterator[None]:
@@ -146,8 +148,8 @@ class Scheduler:
     """Plans of a pipe, and the pipelines that run them."""
 
     def __init__(self, partitions: Sequence[Partition], routes: Sequence[SkipRoute]) -> None:
-        tasks = _Tasks(partitions, routes)
-        plans = pipe_plans(len(partitions), routes, tasks.forward, tasks.recompute, tasks.backward)
+        tasks = _PartitionTaskFunctions(partitions, routes)
+        plans = build_gpipe_and_1f1b_plans(len(partitions), routes, tasks.forward, tasks.recompute, tasks.backward)
         self.plans: dict[str, PipelinePlan] = {plan.name: plan for plan in plans}
         self._pipelines: dict[str, SWPipeline] = {}
         self._running = threading.Lock()  # serializes callers in several threads

@@ -106,7 +106,7 @@ _current = _CurrentSkips()
 
 
 @contextmanager
-def use_skips(skips: Skips) -> Iterator[None]:
+def set_current_skips(skips: Skips) -> Iterator[None]:
     """Context in which layers of this thread use *skips*."""
     before, _current.skips = _current.skips, skips
     try:
@@ -172,7 +172,7 @@ def isolate(layer: T, namespace: Namespace, only: Iterable[str] | None = None) -
     """
     selected = None if only is None else {*only}
     for module in layer.modules():
-        if declared := {*_declared(module)}:
+        if declared := {*_get_stash_and_pop_names(module)}:
             names = declared if selected is None else declared & selected
             module.pipe_namespaces = {**module.pipe_namespaces, **dict.fromkeys(names, namespace)}  # type: ignore[dict-item, assignment]
     return layer
@@ -187,7 +187,7 @@ def skip_keys(layer: nn.Module) -> tuple[list[SkipKey], list[SkipKey]]:
     return stashed, popped
 
 
-def _declared(layer: nn.Module) -> tuple[str, ...]:
+def _get_stash_and_pop_names(layer: nn.Module) -> tuple[str, ...]:
     return (*getattr(layer, "pipe_stashes", ()), *getattr(layer, "pipe_pops", ()))
 
 
@@ -224,7 +224,8 @@ def _run_generator(layer: nn.Module, steps: Generator[Any, Any, Any], stashes: s
             )
             raise SetupError(
                 f"{name}.forward yields {description}, which it does not declare or has already yielded; expected"
-                f" stash(name, value) or pop(name), once for each declared name ({', '.join(_declared(layer))})"
+                " stash(name, value) or pop(name), once for each declared name"
+                f" ({', '.join(_get_stash_and_pop_names(layer))})"
             )
 
 
@@ -251,12 +252,13 @@ def find_skip_routes(partitions: Sequence[Sequence[nn.Module]]) -> list[SkipRout
         sources, targets = stashed.get(key, []), popped.get(key, [])
         if len(sources) != 1 or len(targets) != 1 or sources > targets:
             raise SetupError(
-                f"the skip {key} is stashed by {_layers(sources)} and popped by {_layers(targets)}; expected one stash"
+                f"the skip {key} is stashed by {_format_layer_numbers(sources)} and popped by"
+                f" {_format_layer_numbers(targets)}; expected one stash"
                 " and one pop, in a later layer. Rename a second skip, or isolate() it in a Namespace"
             )
     routes = [SkipRoute(key, partition_of[source], partition_of[popped[key][0]]) for key, (source,) in stashed.items()]
     return [route for route in routes if route.source != route.target]
 
 
-def _layers(numbers: Sequence[int]) -> str:
+def _format_layer_numbers(numbers: Sequence[int]) -> str:
     return f"layer {' and '.join(map(str, numbers))}" if numbers else "no layer"

@@ -13,7 +13,7 @@ from lightning_pipe.recsys.plans.recsys_plans import PLANS, recsys_plan
 
 if TYPE_CHECKING:
     from lightning_pipe.recsys.balancing.balancer import BatchBalancer as BatchBalancer
-    from lightning_pipe.recsys.batches.token_weighted_loss import TokenCount as TokenCount
+    from lightning_pipe.recsys.batches.token_weighted_loss import GlobalTokenCount as GlobalTokenCount
     from lightning_pipe.recsys.batches.token_weighted_loss import token_weighted_mean as token_weighted_mean
     from lightning_pipe.recsys.dynamic.store.row_files import read_rows as read_rows
     from lightning_pipe.recsys.kernels.table_optimizer import SparseOptimizerConfig as SparseOptimizerConfig
@@ -53,7 +53,7 @@ _MODULES = {
     "ShardedModel": "sharding.sharded_model",
     "ShardingOptions": "tasks.options",
     "SparseOptimizerConfig": "kernels.table_optimizer",
-    "TokenCount": "batches.token_weighted_loss",
+    "GlobalTokenCount": "batches.token_weighted_loss",
     "TrainPipeline": "tasks.train_pipeline",
     "WireOptions": "tasks.options",
     "make_replica_groups": "sharding.replicas",

@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     from lightning_pipe.strategies.language_model.pretrained_export import export_pretrained as export_pretrained
     from lightning_pipe.strategies.language_model.strategy import LLMPipelineStrategy as LLMPipelineStrategy
     from lightning_pipe.strategies.recommender.strategy import RecsysPipelineStrategy as RecsysPipelineStrategy
-    from lightning_pipe.strategies.recommender.warm_start import WarmStart as WarmStart
+    from lightning_pipe.strategies.recommender.warm_start import WarmStartOptions as WarmStartOptions
 
 # Modules that are imported on first access, so that the other names work without their dependencies.
 _MODULES = {
     "InProcessPipelineStrategy": "lightning_pipe.strategies.in_process",
     "RecsysPipelineStrategy": "lightning_pipe.strategies.recommender.strategy",
-    "WarmStart": "lightning_pipe.strategies.recommender.warm_start",
+    "WarmStartOptions": "lightning_pipe.strategies.recommender.warm_start",
     "export_checkpoint": "lightning_pipe.checkpoints.export",
     "export_pretrained": "lightning_pipe.strategies.language_model.pretrained_export",
 }
@@ -49,7 +49,7 @@ __all__ = ["PipelineStrategy", *_MODULES, *_LLM_MODULES]
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("RecsysPipelineStrategy", "WarmStart"):
+    if name in ("RecsysPipelineStrategy", "WarmStartOptions"):
         from lightning_pipe.environment import import_torchrec
 
         import_torchrec()

@@ -15,9 +15,9 @@ from rich.text import Text
 
 from lightning_pipe.engine import PlanError, SetupError
 from lightning_pipe.engine.common.atomic_file import atomic_write
-from lightning_pipe.engine.common.options import check_whole_number, option_group
+from lightning_pipe.engine.common.options import check_whole_number, parse_option_group
 from lightning_pipe.engine.common.report_table import ReportTable, print_report
-from lightning_pipe.engine.planning.plan_choice import best_hand_written, interquartile_mean
+from lightning_pipe.engine.planning.plan_choice import find_best_hand_written_plan, interquartile_mean
 from lightning_pipe.loops.programs.auto_program import PlanChoice, PlanSearchOptions
 
 # Value of the argument ``plan`` that requests a search during training.
@@ -46,15 +46,15 @@ class AutoOptions:
     save_plan: str | Path | None = None
 
     def __post_init__(self) -> None:
-        option_group(PlanSearchOptions, "exploration", self.exploration)
+        parse_option_group(PlanSearchOptions, "exploration", self.exploration)
         check_whole_number("max_in_flight", self.max_in_flight, 1, error=PlanError)
         if self.save_plan is not None and not isinstance(self.save_plan, str | Path):
             raise SetupError(f"save_plan is {self.save_plan!r}; expected the path of a file to write, or None")
 
     @property
-    def search(self) -> PlanSearchOptions:
+    def search_options(self) -> PlanSearchOptions:
         """Size of the search, with default values filled in."""
-        return option_group(PlanSearchOptions, "exploration", self.exploration)
+        return parse_option_group(PlanSearchOptions, "exploration", self.exploration)
 
     def refuse_without_auto(self, plan: object) -> None:
         """Refuse options of the search if the plan is given."""
@@ -69,14 +69,16 @@ def choice_report(choice: PlanChoice) -> Group:
     """Report of the chosen plan and the measurements, for a Rich console."""
     measured = choice.measured
     rounds = max(map(len, measured.values()))
-    by_hand = best_hand_written(measured, choice.hand_written)
+    by_hand = find_best_hand_written_plan(measured, choice.hand_written)
     # Over the rounds in which both were timed, since plans that were too slow have fewer rounds.
     ratios = {
         name: interquartile_mean(times) / interquartile_mean(measured[by_hand][: len(times)])
         for name, times in measured.items()
     }
     wins = {name: sum(map(operator.lt, times, measured[by_hand])) for name, times in measured.items()}
-    table = ReportTable.with_number_columns("plan", "ms per iteration", "min .. max", "faster in", "hand-written = 1")
+    table = ReportTable.create_with_number_columns(
+        "plan", "ms per iteration", "min .. max", "faster in", "hand-written = 1"
+    )
     for name in sorted(ratios, key=lambda name: ratios[name]):
         table.add_row(
             name,
@@ -100,7 +102,7 @@ def choice_report(choice: PlanChoice) -> Group:
     longest = sorted(choice.task_seconds, key=lambda name: -choice.task_seconds[name])[:4]
     tasks = ", ".join(f"{name} {1e3 * choice.task_seconds[name]:.2f}" for name in longest)
     ahead = [
-        f"{name} {_where(where.stage, where.thread_group)}"
+        f"{name} {_format_stage_and_thread(where.stage, where.thread_group)}"
         for name, where in choice.plan.schedule.items()
         if where.stage or where.thread_group != "main"
     ]
@@ -112,7 +114,7 @@ def choice_report(choice: PlanChoice) -> Group:
     )
 
 
-def _where(stage: int, group: str) -> str:
+def _format_stage_and_thread(stage: int, group: str) -> str:
     thread = "" if group == "main" else f" in thread {group!r}"
     return f"by {stage}{thread}"
 

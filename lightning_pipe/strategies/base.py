@@ -37,10 +37,14 @@ from lightning_pipe.loops.data.batch_source import UnevenPolicy
 from lightning_pipe.loops.data.orphaned_workers import end_workers_with_process
 from lightning_pipe.loops.data.torchdata_samplers import fix_torchdata_distributed_shuffle
 from lightning_pipe.loops.evaluation_loop import install_evaluation_loops
-from lightning_pipe.loops.interrupted_save import install_save_guard
+from lightning_pipe.loops.interrupted_save import install_all_ranks_save_check
 from lightning_pipe.loops.programs.user_errors import is_process_group_error
 from lightning_pipe.loops.uneven_evaluation import UnevenBatchCoordinator, UnevenEvaluation
-from lightning_pipe.strategies.cluster_environment import check_nodes, get_environment_without_srun, started_by_torchrun
+from lightning_pipe.strategies.cluster_environment import (
+    check_nodes,
+    get_environment_without_srun,
+    get_torchrun_nodes_and_devices,
+)
 
 
 def read_checkpoint_file(read: Callable[..., Any], path: str | Path, weights_only: bool | None) -> dict[str, Any]:
@@ -58,7 +62,7 @@ def read_checkpoint_file(read: Callable[..., Any], path: str | Path, weights_onl
 _ended_well = False
 
 
-def _leave_at_exit() -> None:
+def _destroy_process_group_at_exit() -> None:
     """Leave the process group before the interpreter exits, unless the run failed.
 
     After an error, a collective may still wait for a rank that waits for the exit of this process.
@@ -67,7 +71,7 @@ def _leave_at_exit() -> None:
         dist.destroy_process_group()
 
 
-def _restarts() -> int:
+def _get_max_torchrun_restarts() -> int:
     """Return how often torchrun may restart this job."""
     return int(os.environ.get("TORCHELASTIC_MAX_RESTARTS") or 0)
 
@@ -75,7 +79,7 @@ def _restarts() -> int:
 def install_loops(trainer: pl.Trainer) -> None:
     """Replace Lightning's loops by those that run programs of tasks."""
     install_evaluation_loops(trainer)
-    install_save_guard(trainer)
+    install_all_ranks_save_check(trainer)
     if trainer.state.fn == TrainerFn.FITTING:
         PipelineTrainingEpochLoop.install(trainer)
 
@@ -88,7 +92,7 @@ class DistributedStrategy(DDPStrategy):
     # True if ranks wait for each other in every evaluation batch.
     evaluates_together = False
     # True if all ranks read the same batches.
-    ranks_share_data = False
+    all_ranks_share_data = False
     # Handling of ranks with fewer training batches: the epoch ends with the first rank that runs out, or all raise.
     uneven_batches: UnevenPolicy = "shortest"
     # Handling of ranks with fewer batches to evaluate: they join the other ranks, or all ranks raise.
@@ -104,10 +108,10 @@ class DistributedStrategy(DDPStrategy):
             **inspect.signature(DDPStrategy).parameters,
             **inspect.signature(DistributedDataParallel).parameters,
         }
-        self._refuse(arguments.keys() - accepted)
+        self._refuse_unknown_arguments(arguments.keys() - accepted)
         super().__init__(cluster_environment=cluster_environment or get_environment_without_srun(), **arguments)
 
-    def _refuse(self, unknown: Iterable[str]) -> None:
+    def _refuse_unknown_arguments(self, unknown: Iterable[str]) -> None:
         """Refuse unknown arguments under the name of the class that was called."""
         initializers = [vars(base)["__init__"] for base in type(self).__mro__ if "__init__" in vars(base)]
         signatures = map(inspect.signature, initializers)
@@ -130,11 +134,11 @@ class DistributedStrategy(DDPStrategy):
     @num_nodes.setter
     def num_nodes(self, number: int) -> None:
         # Lightning sets this after the devices, and before the ranks.
-        self._num_nodes, self.parallel_devices = started_by_torchrun(
+        self._num_nodes, self.parallel_devices = get_torchrun_nodes_and_devices(
             self.cluster_environment, number, self.parallel_devices or []
         )
 
-    def _take_uneven(self, uneven_batches: UnevenPolicy, uneven_evaluation: UnevenEvaluation) -> None:
+    def _set_uneven_policies(self, uneven_batches: UnevenPolicy, uneven_evaluation: UnevenEvaluation) -> None:
         check_choice("uneven_batches", uneven_batches, get_args(UnevenPolicy))
         check_choice("uneven_evaluation", uneven_evaluation, get_args(UnevenEvaluation))
         self.uneven_batches, self.uneven_evaluation = uneven_batches, uneven_evaluation
@@ -158,7 +162,7 @@ class DistributedStrategy(DDPStrategy):
                 " torch.distributed.destroy_process_group() first, or run this Trainer in a separate process"
             )
         if ranks > 1:
-            self._warn_of_stale_addresses()
+            self._warn_of_failing_restarts()
             users = dist.is_initialized()
             # Stays alive during set-up: rank 0's store is the server of the store that PyTorch creates.
             store = None if users else self._wait_for_all_ranks()
@@ -168,8 +172,8 @@ class DistributedStrategy(DDPStrategy):
             keep_tensors_alive_at_exit()
             if not users:
                 # Unregister first, so that the handler runs once even if several groups were made in this process.
-                atexit.unregister(_leave_at_exit)
-                atexit.register(_leave_at_exit)
+                atexit.unregister(_destroy_process_group_at_exit)
+                atexit.register(_destroy_process_group_at_exit)
         else:
             with isolate_rng():
                 super().setup_distributed()
@@ -189,7 +193,7 @@ class DistributedStrategy(DDPStrategy):
         finally:
             self._coordinator = None
 
-    def join_evaluation(self, action: str, payload: object) -> None:
+    def join_announced_collective(self, action: str, payload: object) -> None:
         """Start an announced collective with empty input. A barrier, the only one here, needs nothing."""
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
@@ -200,8 +204,8 @@ class DistributedStrategy(DDPStrategy):
         """
         if self._coordinator is not None and isinstance(tensor, Tensor):
             if group is not None and group is not dist.group.WORLD:
-                self._coordinator.refuse("reduce over a group of some ranks (sync_dist_group)")
-            return self._coordinator.reduce(tensor, reduce_op)
+                self._coordinator.refuse_collective("reduce over a group of some ranks (sync_dist_group)")
+            return self._coordinator.reduce_tensor(tensor, reduce_op)
         if isinstance(tensor, Tensor) and not tensor.is_floating_point() and reduce_op in (None, "mean", "avg"):
             return super().reduce(tensor.double(), group, reduce_op).to(torch.get_default_dtype())
         return super().reduce(tensor, group, reduce_op)
@@ -209,13 +213,13 @@ class DistributedStrategy(DDPStrategy):
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """Gather as Lightning does."""
         if self._coordinator is not None:
-            self._coordinator.refuse("all_gather")
+            self._coordinator.refuse_collective("all_gather")
         return super().all_gather(tensor, group, sync_grads)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Broadcast as Lightning does."""
         if self._coordinator is not None:
-            self._coordinator.refuse("broadcast")
+            self._coordinator.refuse_collective("broadcast")
         return super().broadcast(obj, src)
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
@@ -238,17 +242,17 @@ class DistributedStrategy(DDPStrategy):
 
     def teardown(self) -> None:
         super().teardown()
-        self._note_end()
+        self._record_run_completion()
 
-    def _note_end(self) -> None:
+    def _record_run_completion(self) -> None:
         """Record if the call completed. If so, no rank is in a collective and leaving the process group cannot hang."""
         global _ended_well
         module = self.lightning_module
         _ended_well = module is not None and module.trainer.state.status != TrainerStatus.INTERRUPTED
 
-    def _warn_of_stale_addresses(self) -> None:
+    def _warn_of_failing_restarts(self) -> None:
         """Warn that restarts by torchrun will fail (seen with PyTorch 2.13 and Gloo)."""
-        restarts = _restarts()
+        restarts = _get_max_torchrun_restarts()
         shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
         defaults = dist.Backend.default_device_backend_map
         if shared and restarts and "gloo" in (self.process_group_backend or defaults[self.root_device.type]):
@@ -309,5 +313,5 @@ class DistributedStrategy(DDPStrategy):
         training data even if the user's loader does not. A job that torchrun may restart keeps the sampler, whose order
         other numbers of ranks can continue.
         """
-        if trainer.world_size == 1 and not _restarts():
+        if trainer.world_size == 1 and not _get_max_torchrun_restarts():
             disable_distributed_sampler(trainer)

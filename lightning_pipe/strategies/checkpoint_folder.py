@@ -15,13 +15,17 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import CheckpointIO, ClusterEnvironment, Precision
 
-from lightning_pipe._compat.lightning import find_last_at_urls, install_resume_check
+from lightning_pipe._compat.lightning import install_resume_check, patch_last_checkpoint_for_urls
 from lightning_pipe.checkpoints.atomic_folder import remove_folder
 from lightning_pipe.checkpoints.background_save import BackgroundSave
-from lightning_pipe.checkpoints.folder_writing import CheckpointPart, write_checkpoint, write_checkpoint_in_background
+from lightning_pipe.checkpoints.folder_writing import (
+    ExtraCheckpointFiles,
+    write_checkpoint,
+    write_checkpoint_in_background,
+)
 from lightning_pipe.checkpoints.remote_folder import parse_local_or_remote_path, remove_remote
 from lightning_pipe.engine import SetupError
-from lightning_pipe.engine.common.options import check_flags
+from lightning_pipe.engine.common.options import check_booleans
 from lightning_pipe.engine.ranks.agreement import check_agreement
 from lightning_pipe.strategies.base import DistributedStrategy
 
@@ -50,7 +54,7 @@ class FolderCheckpointStrategy(DistributedStrategy):
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         **unknown: Any,
     ) -> None:
-        self._refuse(unknown)
+        self._refuse_unknown_arguments(unknown)
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -60,7 +64,7 @@ class FolderCheckpointStrategy(DistributedStrategy):
             timeout=timeout,
             start_method=start_method,
         )
-        check_flags(async_checkpoints=async_checkpoints)
+        check_booleans(async_checkpoints=async_checkpoints)
         self._async_checkpoints = async_checkpoints
         self._saves: BackgroundSave | None = None  # None outside of training
         self._weights_only: bool | None = None
@@ -87,29 +91,31 @@ class FolderCheckpointStrategy(DistributedStrategy):
     def _configure_launcher(self) -> None:
         super()._configure_launcher()
         launcher: Any = self._launcher
-        launcher.launch = partial(self._launch, launcher.launch)
+        launcher.launch = partial(self._record_weights_only_and_launch, launcher.launch)
 
-    def _launch(self, launch: Callable[..., Any], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _record_weights_only_and_launch(
+        self, launch: Callable[..., Any], function: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
         """Complete two arguments of ``Trainer.fit``, ``validate``, ``test`` or ``predict``.
 
         ``ckpt_path="last"`` also finds checkpoints at URLs. ``weights_only`` is recorded, because Lightning 2.6 does
         not pass it on when a strategy reads a checkpoint after set-up.
         """
         if kwargs.get("trainer") is not None:
-            find_last_at_urls(kwargs["trainer"])
+            patch_last_checkpoint_for_urls(kwargs["trainer"])
             install_resume_check(kwargs["trainer"], self._before_resumption)
         self._weights_only = inspect.signature(function).bind_partial(*args).arguments.get("weights_only")
         return launch(function, *args, **kwargs)
 
     def _before_resumption(self, path: Any) -> None:
         """Compare the checkpoint to resume from, None without one, between ranks. Called after set-up."""
-        _check_same(path)
-        self._set_initial_values(path)
+        _check_same_checkpoint_path(path)
+        self._warm_start_from_checkpoint(path)
 
-    def _set_initial_values(self, path: Any) -> None:
+    def _warm_start_from_checkpoint(self, path: Any) -> None:
         """Set the values that a module without a checkpoint to resume from starts with. Every rank calls this."""
 
-    def _allowed(self, weights_only: bool | None) -> bool | None:
+    def _resolve_weights_only(self, weights_only: bool | None) -> bool | None:
         """Return the argument of ``load_checkpoint``, or if it is None, the argument of the trainer's method."""
         return self._weights_only if weights_only is None else weights_only
 
@@ -158,7 +164,7 @@ class FolderCheckpointStrategy(DistributedStrategy):
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
-        self._note_end()
+        self._record_run_completion()
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
         """Remove a checkpoint. If a save is pending, remove it only after that save is complete."""
@@ -174,7 +180,7 @@ class FolderCheckpointStrategy(DistributedStrategy):
             remove()
 
     def _write_folder(
-        self, path: str | Path, state: dict[str, Any], rest: dict[str, Any], part: CheckpointPart | None = None
+        self, path: str | Path, state: dict[str, Any], rest: dict[str, Any], part: ExtraCheckpointFiles | None = None
     ) -> None:
         """Write a checkpoint, in the background with ``async_checkpoints``. The contents are the same in both cases."""
         saves = self._saves
@@ -200,7 +206,7 @@ class FolderCheckpointStrategy(DistributedStrategy):
         return path
 
 
-def _check_same(path: Any) -> None:
+def _check_same_checkpoint_path(path: Any) -> None:
     """Refuse to resume on some ranks only, or from different checkpoints."""
     description = [("ckpt_path", "None" if path is None else str(path))]
     world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None

@@ -15,7 +15,7 @@ from lightning_pipe.engine import SetupError
 _NO_STEPS = 0xFFFFFFF0
 
 
-class _OnOneNode(LightningEnvironment):
+class _SingleNodeEnvironment(LightningEnvironment):
     """Environment of a script that no other node runs."""
 
 
@@ -26,15 +26,15 @@ def get_environment_without_srun() -> ClusterEnvironment | None:
     and no other process of it runs the script. Lightning's ``SLURMEnvironment`` would wait for ``SLURM_NTASKS`` ranks.
     """
     # Ray may run in an allocation; its workers get their environment from lightning_pipe.ray.
-    if not _in_allocation() or TorchElasticEnvironment.detect() or "RAY_JOB_ID" in os.environ:
+    if not _is_in_slurm_without_srun() or TorchElasticEnvironment.detect() or "RAY_JOB_ID" in os.environ:
         return None
     # Whoever numbers the nodes starts the script on each of them.
-    return LightningEnvironment() if {"NODE_RANK", "GROUP_RANK"} & os.environ.keys() else _OnOneNode()
+    return LightningEnvironment() if {"NODE_RANK", "GROUP_RANK"} & os.environ.keys() else _SingleNodeEnvironment()
 
 
 def check_nodes(num_nodes: int, environment: ClusterEnvironment | None) -> None:
     """Refuse several nodes in a process that Slurm has started on one node only."""
-    if num_nodes > 1 and isinstance(environment, _OnOneNode):
+    if num_nodes > 1 and isinstance(environment, _SingleNodeEnvironment):
         raise SetupError(
             f"num_nodes is {num_nodes}, but this process is not part of a job step of Slurm job"
             f" {os.environ['SLURM_JOB_ID']} (SLURM_STEP_ID is not set), so no other node runs the script. Start it with"
@@ -42,7 +42,7 @@ def check_nodes(num_nodes: int, environment: ClusterEnvironment | None) -> None:
         )
 
 
-def started_by_torchrun(
+def get_torchrun_nodes_and_devices(
     environment: ClusterEnvironment | None, num_nodes: int, devices: Sequence[torch.device]
 ) -> tuple[int, list[torch.device]]:
     """Return the number of nodes and this node's devices, one for each process, as torchrun has started them.
@@ -69,6 +69,6 @@ def started_by_torchrun(
     return nodes, list(devices[:local_ranks])
 
 
-def _in_allocation() -> bool:
+def _is_in_slurm_without_srun() -> bool:
     step = os.environ.get("SLURM_STEP_ID", "")
     return "SLURM_JOB_ID" in os.environ and not (step.isdecimal() and int(step) < _NO_STEPS)

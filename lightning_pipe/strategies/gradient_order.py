@@ -14,7 +14,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_pipe._compat.torch import gradient_buckets, rebuild_buckets
-from lightning_pipe.checkpoints.compiled_names import ModuleNames
+from lightning_pipe.checkpoints.compiled_names import CompiledNameMap
 
 
 def gradient_order(model: DistributedDataParallel) -> list[str]:
@@ -29,7 +29,7 @@ def set_gradient_order(model: DistributedDataParallel, order: Sequence[str]) -> 
     Every rank calls this function. An order that does not name exactly the trained parameters is ignored.
     """
     trained = {name: parameter for name, parameter in model.module.named_parameters() if parameter.requires_grad}
-    order = [*map(ModuleNames(trained), order)]
+    order = [*map(CompiledNameMap(trained), order)]
     if sorted(order) != sorted(trained):
         return
     before = {name: parameter.grad for name, parameter in trained.items()}

@@ -17,9 +17,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_pipe._compat.lightning import call_on_after_batch_transfer
-from lightning_pipe.checkpoints.compiled_names import ModuleNames
+from lightning_pipe.checkpoints.compiled_names import CompiledNameMap
 from lightning_pipe.engine import PlanError, SetupError, TaskSpan
-from lightning_pipe.engine.common.options import check_flags
+from lightning_pipe.engine.common.options import check_booleans
 from lightning_pipe.loops.data.orphaned_workers import end_workers_with_process
 from lightning_pipe.pipe import Pipe
 from lightning_pipe.pipe.batch_norm import undefer_batch_norm
@@ -45,8 +45,8 @@ class InProcessPipelineStrategy(SingleDeviceStrategy):
     LightningModule are on the first device.
 
     ``training_step`` calls ``self.model(x)``, and the backward of its loss runs through all partitions. To train with
-    1F1B, ``training_step`` returns ``pipe_loss(self.model, x, y, loss_fn)`` instead; see
-    :func:`~lightning_pipe.pipe.pipe_loss`.
+    1F1B, ``training_step`` returns ``compute_pipe_or_module_loss(self.model, x, y, loss_fn)`` instead; see
+    :func:`~lightning_pipe.pipe.compute_pipe_or_module_loss`.
 
     If a batch is a tuple or list of at least two elements, the last element is moved to the last device, where the loss
     is computed, and the other elements are moved to the first device. Any other batch is moved to the first device.
@@ -103,7 +103,7 @@ class InProcessPipelineStrategy(SingleDeviceStrategy):
                 f"balance is {balance!r}; expected the number of layers of each partition as a list, or one of"
                 f" {', '.join(map(repr, _BALANCES))}"
             )
-        check_flags(deferred_batch_norm=deferred_batch_norm, compile_partitions=compile_partitions)
+        check_booleans(deferred_batch_norm=deferred_batch_norm, compile_partitions=compile_partitions)
         self._chunks = chunks
         self._checkpoint: CheckpointMode = checkpoint
         self._balance = balance
@@ -176,13 +176,13 @@ class InProcessPipelineStrategy(SingleDeviceStrategy):
         super().setup(trainer)
         # Lightning moves optimizer states to the first device. States exist here only in a second fit.
         for optimizer in self.optimizers:
-            _to_their_parameters(optimizer)
+            _move_optimizer_states(optimizer)
 
     def model_to_device(self) -> None:
         """Replace the Sequential by a pipe, and move the rest of the module to the first device."""
         module = self.lightning_module
         assert module is not None
-        holder, name, sequential = self._found(module)
+        holder, name, sequential = self._find_sequential(module)
         # Move the module without the Sequential, which may be too large for the first device.
         setattr(holder, name, None)
         try:
@@ -208,7 +208,7 @@ class InProcessPipelineStrategy(SingleDeviceStrategy):
         setattr(holder, name, pipe)
         self._pipe, self._sequential = pipe, sequential
 
-    def _found(self, module: pl.LightningModule) -> tuple[nn.Module, str, nn.Sequential]:
+    def _find_sequential(self, module: pl.LightningModule) -> tuple[nn.Module, str, nn.Sequential]:
         """Return the module that holds the Sequential, the name of the attribute, and the Sequential."""
         path = self._pipe_module or getattr(module, "pipe_module", None) or "model"
         *parents, name = str(path).split(".")
@@ -269,10 +269,10 @@ class InProcessPipelineStrategy(SingleDeviceStrategy):
         if data is not None and is_overridden(hooks, data):
             return super().batch_to_device(batch, device, dataloader_idx)
         place = getattr(module, "place_batch", None)
-        batch = self._placed(batch) if place is None else place(batch, list(self._devices))
+        batch = self._place_batch_on_devices(batch) if place is None else place(batch, list(self._devices))
         return call_on_after_batch_transfer(module, batch, dataloader_idx)
 
-    def _placed(self, batch: Any) -> Any:
+    def _place_batch_on_devices(self, batch: Any) -> Any:
         first, last = self.root_device, (self._devices or [self.root_device])[-1]
         if not isinstance(batch, tuple | list) or len(batch) < 2:
             return move_data_to_device(batch, first)
@@ -290,7 +290,7 @@ class InProcessPipelineStrategy(SingleDeviceStrategy):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load the module's values. Names may differ by ``torch.compile``."""
         assert self.lightning_module is not None
-        names = ModuleNames(self.lightning_module.state_dict())
+        names = CompiledNameMap(self.lightning_module.state_dict())
         super().load_model_state_dict({**checkpoint, "state_dict": names.rename_keys(checkpoint["state_dict"])}, strict)
 
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
@@ -301,10 +301,10 @@ class InProcessPipelineStrategy(SingleDeviceStrategy):
         """
         super().load_optimizer_state_dict(checkpoint)
         for optimizer in self.optimizers:
-            _to_their_parameters(optimizer)
+            _move_optimizer_states(optimizer)
 
 
-def _to_their_parameters(optimizer: Optimizer) -> None:
+def _move_optimizer_states(optimizer: Optimizer) -> None:
     """Move optimizer states to the devices of their parameters. Zero-dimensional states, such as step counts, stay."""
     for parameter, state in optimizer.state.items():
         for key, value in state.items():

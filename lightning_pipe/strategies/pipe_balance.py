@@ -26,13 +26,13 @@ def measured_balance(
     device: torch.device,
 ) -> list[int]:
     """Balance partitions by the measured time or memory of each layer in training."""
-    sample = _input_of(layers, module, by, device)
+    sample = _capture_first_layer_input(layers, module, by, device)
     if by == "time":
         return balance_by_time(layers, partitions, sample, device=device)
     return balance_by_memory(layers, partitions, sample, chunks=stored_chunks, device=device)
 
 
-def _input_of(layers: nn.Sequential, module: pl.LightningModule, by: str, device: torch.device) -> Any:
+def _capture_first_layer_input(layers: nn.Sequential, module: pl.LightningModule, by: str, device: torch.device) -> Any:
     """Return the input of the first layer when the module's forward runs on its example."""
     example = move_data_to_device(module.example_input_array, device)
     if example is None:
@@ -43,10 +43,10 @@ def _input_of(layers: nn.Sequential, module: pl.LightningModule, by: str, device
     if not is_overridden("forward", module):
         return _only(example if isinstance(example, tuple) else (example,), by)
 
-    def seen(layer: nn.Module, inputs: tuple[Any, ...]) -> NoReturn:
-        raise _Seen(inputs)
+    def stop_forward_with_inputs(layer: nn.Module, inputs: tuple[Any, ...]) -> NoReturn:
+        raise _InputsCaptured(inputs)
 
-    handle = layers.register_forward_pre_hook(seen)
+    handle = layers.register_forward_pre_hook(stop_forward_with_inputs)
     try:
         # Code before the layers may draw random numbers, which must not advance the user's generator.
         with torch.random.fork_rng(devices=[]), torch.no_grad():
@@ -54,7 +54,7 @@ def _input_of(layers: nn.Sequential, module: pl.LightningModule, by: str, device
                 module(**example)
             else:
                 module(*example if isinstance(example, tuple) else (example,))
-    except _Seen as caught:
+    except _InputsCaptured as caught:
         return _only(caught.inputs, by)
     finally:
         handle.remove()
@@ -64,7 +64,7 @@ def _input_of(layers: nn.Sequential, module: pl.LightningModule, by: str, device
     )
 
 
-class _Seen(Exception):
+class _InputsCaptured(Exception):
     """Ends a forward at the first layer, with its inputs."""
 
     def __init__(self, inputs: tuple[Any, ...]) -> None:

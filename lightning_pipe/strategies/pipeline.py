@@ -12,12 +12,17 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_pipe._compat.torch import optimizers_in_backward, rebuild_buckets
-from lightning_pipe.checkpoints.compiled_names import ModuleNames
+from lightning_pipe._compat.torch import get_optimizers_in_backward, rebuild_buckets
+from lightning_pipe.checkpoints.compiled_names import CompiledNameMap
 from lightning_pipe.engine import PipelinePlan, SetupError, SWPipeline
 from lightning_pipe.loops import EvaluationProgram, TrainingProgram
 from lightning_pipe.loops.data.batch_source import UnevenPolicy
-from lightning_pipe.loops.programs.default_program import TRAIN, TRANSFER, default_evaluation, default_plan
+from lightning_pipe.loops.programs.default_program import (
+    TRAIN,
+    TRANSFER,
+    build_default_evaluation_program,
+    build_plan_of_default_tasks,
+)
 from lightning_pipe.loops.uneven_evaluation import UnevenEvaluation
 from lightning_pipe.strategies.base import DistributedStrategy, install_loops, read_checkpoint_file
 from lightning_pipe.strategies.gradient_order import gradient_order, set_gradient_order
@@ -57,9 +62,9 @@ class PipelineStrategy(DistributedStrategy):
         **options: Any,
     ) -> None:
         super().__init__(**options)
-        self._take_uneven(uneven_batches, uneven_evaluation)
+        self._set_uneven_policies(uneven_batches, uneven_evaluation)
         # An invalid plan is an error here, not only when training begins.
-        self._plan = default_plan(_not_moved, plan)
+        self._plan = build_plan_of_default_tasks(_not_moved, plan)
         # Gradient order of a loaded checkpoint, and of this run after its first backward pass.
         self._order_at_save: list[str] | None = None
         self._order: list[str] | None = None
@@ -73,17 +78,17 @@ class PipelineStrategy(DistributedStrategy):
 
     def training_program(self, trainer: pl.Trainer, transfer: Callable[[Any], Any]) -> TrainingProgram:
         """Build the two tasks under the plan. The training loop calls this method when training begins."""
-        ddp = self._sums_depend_on_order()
+        ddp = self._get_order_dependent_ddp()
         if self._order_at_save is not None and ddp is not None:
             set_gradient_order(ddp, self._order_at_save)
             self._order, self._order_at_save = self._order_at_save, None
         group = dist.group.WORLD if self.world_size > 1 else None
-        pipeline = SWPipeline(default_plan(transfer, self._plan), self.root_device, group)
+        pipeline = SWPipeline(build_plan_of_default_tasks(transfer, self._plan), self.root_device, group)
         return TrainingProgram(pipeline, transfer=TRANSFER, step=TRAIN)
 
     def evaluation_program(self, trainer: pl.Trainer, transfer: Callable[[Any], Any], step: str) -> EvaluationProgram:
         """Build the program that evaluates the batches of one dataloader, moved as far ahead as in training."""
-        return default_evaluation(trainer, transfer, step, ahead=self._plan.schedule[TRANSFER].stage)
+        return build_default_evaluation_program(trainer, transfer, step, ahead=self._plan.schedule[TRANSFER].stage)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Read a checkpoint.
@@ -100,7 +105,7 @@ class PipelineStrategy(DistributedStrategy):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load the module's values. Names may differ by ``torch.compile``."""
         assert self.lightning_module is not None
-        names = ModuleNames(self.lightning_module.state_dict())
+        names = CompiledNameMap(self.lightning_module.state_dict())
         super().load_model_state_dict({**checkpoint, "state_dict": names.rename_keys(checkpoint["state_dict"])}, strict)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
@@ -117,11 +122,11 @@ class PipelineStrategy(DistributedStrategy):
         DDP itself rebuilds them only in its next forward pass, which is too late for a checkpoint after the first step.
         """
         super().post_backward(closure_loss)
-        ddp = self._sums_depend_on_order() if self._order is None else None
+        ddp = self._get_order_dependent_ddp() if self._order is None else None
         if ddp is not None and rebuild_buckets(ddp):
             self._order = gradient_order(ddp)
 
-    def _sums_depend_on_order(self) -> DistributedDataParallel | None:
+    def _get_order_dependent_ddp(self) -> DistributedDataParallel | None:
         """Return the DDP model if the last bit of a summed gradient depends on its position in a bucket, else None.
 
         The sum over two ranks does not depend on it. With ``find_unused_parameters`` or ``static_graph``, DDP builds
@@ -154,7 +159,7 @@ def _not_moved(batch: Any) -> Any:
 
 def _refuse_optimizers_in_backward(module: pl.LightningModule) -> None:
     """Refuse parameters whose optimizer runs inside backward, since ranks average gradients only after backward."""
-    names = [name for name, parameter in module.named_parameters() if optimizers_in_backward(parameter)]
+    names = [name for name, parameter in module.named_parameters() if get_optimizers_in_backward(parameter)]
     if names:
         raise SetupError(
             f"the optimizers of {', '.join(names)} run inside backward (apply_optimizer_in_backward), before gradients"

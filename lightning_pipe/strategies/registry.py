@@ -19,12 +19,12 @@ class RegisteredStrategy:
     plan: str = "copy_ahead"
 
 
-def _recsys(plan: str, ahead: str) -> RegisteredStrategy:
+def _make_recsys_registry_entry(plan: str, ahead: str) -> RegisteredStrategy:
     description = f"TorchRec tables sharded{ahead}"
     return RegisteredStrategy(f"recsys_{plan}_pipeline", description, "RecsysPipelineStrategy", {"plan": plan}, plan)
 
 
-def _llm(schedule: str, description: str) -> RegisteredStrategy:
+def _make_llm_registry_entry(schedule: str, description: str) -> RegisteredStrategy:
     return RegisteredStrategy(
         f"llm_{schedule}_pipeline", description, "LLMPipelineStrategy", {"schedule": schedule}, "llm"
     )
@@ -32,21 +32,35 @@ def _llm(schedule: str, description: str) -> RegisteredStrategy:
 
 STRATEGIES = (
     RegisteredStrategy("pipeline", "data parallelism with the next batch copied ahead, for any LightningModule"),
-    _recsys("serial", ", one batch at a time"),
-    _recsys("base", ", copy and input dist ahead"),
-    _recsys("threaded_input", "; copy and input dist of the next batch in a worker thread"),
-    _recsys("prefetch", "; copy, input dist and cache prefetch ahead"),
-    _recsys("early_prefetch", "; as prefetch, with the prefetch before the previous batch's lookup, for rows on disk"),
-    _recsys("fused_sparse_dist", "; copy and input dist ahead, and the lookup as soon as the tables are updated"),
-    _recsys("semi_sync", "; the lookup before the previous batch has updated the tables: one batch stale"),
-    _recsys("auto", "; the fastest plan of a search in the first iterations"),
-    _llm("gpipe", "language model in stages: all forwards, then all backwards"),
-    _llm("1f1b", "language model in stages: one forward and one backward in turn, with less memory for activations"),
-    _llm("interleaved_1f1b", "several stages per rank in loop order, with a smaller bubble"),
-    _llm("looped_bfs", "several stages per rank in loop order: all micro-batches through a stage before the next"),
-    _llm("interleaved_zero_bubble", "several stages per rank, with the backward of weights in the bubble"),
-    _llm("zbv_zero_bubble", "two stages per rank in V order, with the backward of weights in the bubble"),
-    _llm(
+    _make_recsys_registry_entry("serial", ", one batch at a time"),
+    _make_recsys_registry_entry("base", ", copy and input dist ahead"),
+    _make_recsys_registry_entry("threaded_input", "; copy and input dist of the next batch in a worker thread"),
+    _make_recsys_registry_entry("prefetch", "; copy, input dist and cache prefetch ahead"),
+    _make_recsys_registry_entry(
+        "early_prefetch", "; as prefetch, with the prefetch before the previous batch's lookup, for rows on disk"
+    ),
+    _make_recsys_registry_entry(
+        "fused_sparse_dist", "; copy and input dist ahead, and the lookup as soon as the tables are updated"
+    ),
+    _make_recsys_registry_entry(
+        "semi_sync", "; the lookup before the previous batch has updated the tables: one batch stale"
+    ),
+    _make_recsys_registry_entry("auto", "; the fastest plan of a search in the first iterations"),
+    _make_llm_registry_entry("gpipe", "language model in stages: all forwards, then all backwards"),
+    _make_llm_registry_entry(
+        "1f1b", "language model in stages: one forward and one backward in turn, with less memory for activations"
+    ),
+    _make_llm_registry_entry("interleaved_1f1b", "several stages per rank in loop order, with a smaller bubble"),
+    _make_llm_registry_entry(
+        "looped_bfs", "several stages per rank in loop order: all micro-batches through a stage before the next"
+    ),
+    _make_llm_registry_entry(
+        "interleaved_zero_bubble", "several stages per rank, with the backward of weights in the bubble"
+    ),
+    _make_llm_registry_entry(
+        "zbv_zero_bubble", "two stages per rank in V order, with the backward of weights in the bubble"
+    ),
+    _make_llm_registry_entry(
         "dualpipev",
         "two stages per rank in V order; with shared experts, a forward and a backward overlap",
     ),
@@ -69,10 +83,12 @@ def register() -> None:
     """Register every name with Lightning. Repeated calls have no effect."""
     for entry in STRATEGIES:
         if entry.name not in StrategyRegistry:
-            StrategyRegistry.register(entry.name, _Lazy(entry), description=entry.description, **entry.init_args)
+            StrategyRegistry.register(
+                entry.name, _LazyStrategyFactory(entry), description=entry.description, **entry.init_args
+            )
 
 
-class _Lazy:
+class _LazyStrategyFactory:
     """Imports the strategy and its dependencies when a trainer requests it."""
 
     def __init__(self, entry: RegisteredStrategy) -> None:

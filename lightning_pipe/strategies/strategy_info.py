@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from lightning_pipe.llm.schedules.specs import ScheduleSpec
 
 
-class MicroBatchRecorder(Protocol):
+class MicroBatchTimeRecorder(Protocol):
     """Records the work of stages or partitions on micro-batches, from construction until :meth:`stop`."""
 
-    def record_batch_end(self) -> None:
+    def collect_batch_records(self) -> None:
         """Collect the records of the batch that was just trained."""
 
     def stop(self, tasks: Sequence[Bar], rank: int) -> list[Bar]:
@@ -42,7 +42,7 @@ class StrategyInfo:
     """Description of a strategy's work."""
 
     title: str | None = None
-    make_recorder: Callable[[int], MicroBatchRecorder] | None = None
+    make_recorder: Callable[[int], MicroBatchTimeRecorder] | None = None
     stages: PipelineInfo | None = None
     profile: Callable[..., ProfileResult] | None = None
     has_pipe: bool = False

@@ -45,7 +45,7 @@ from benchmarks.figures import save as save_figures
 from benchmarks.recsys_model import EPS, RATE, Batch
 from lightning_pipe.callbacks import PipelineProfiler
 from lightning_pipe.recsys import DynamicEmbeddingBagCollection, DynamicEmbeddingCollection, DynamicTable
-from lightning_pipe.recsys.kernels.fused_kernels import fused_kernels
+from lightning_pipe.recsys.kernels.fused_kernels import find_fused_kernels
 from lightning_pipe.strategies import RecsysPipelineStrategy
 from scripts.gpu.devices import backend, parser, save, separate_machines
 from scripts.gpu.fitting import figures_of
@@ -245,7 +245,7 @@ def trained(way: str, options: argparse.Namespace, kind: str) -> tuple[dict[str,
     if not counted.evicted:
         raise AssertionError(f"{way} has evicted no rows")
     sharded = trainer.strategy.sharded_model  # type: ignore[attr-defined]
-    kernels = sorted({f"{kernel.optimizer} on {kernel.current_device}" for kernel in fused_kernels(sharded.dmp)})
+    kernels = sorted({f"{kernel.optimizer} on {kernel.current_device}" for kernel in find_fused_kernels(sharded.dmp)})
     name, evicted = f"{way}: rows evicted ({', '.join(kernels)})", counted.evicted
     figures = [Figure(name, evicted, "rows", (evicted, evicted))]
     figures += figures_of(plan, folder, trainer, profiler if variant == "profiled" else None)

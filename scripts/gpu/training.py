@@ -22,7 +22,7 @@ from torchrec.distributed.types import CacheParams
 
 from benchmarks.recsys_model import Batch, Model, batches, ours, theirs
 from lightning_pipe.recsys import TrainPipeline
-from lightning_pipe.recsys.kernels.fused_kernels import cached_kernels
+from lightning_pipe.recsys.kernels.fused_kernels import find_uvm_caching_kernels
 from lightning_pipe.recsys.plans.recsys_plans import PLANS
 from scripts.gpu.devices import connect, parser, peak_bytes, recorded_kernels, save, tensors
 
@@ -68,7 +68,7 @@ def trained(
     if name in PLANS:
         sharded, optimizer = ours(options, device, plan)
         model = sharded.dmp
-        if not all(kernel.prefetch_pipeline for kernel in cached_kernels(sharded.sharded_modules.values())):
+        if not all(kernel.prefetch_pipeline for kernel in find_uvm_caching_kernels(sharded.sharded_modules.values())):
             raise AssertionError("tables with a cache are made without prefetch_pipeline")
         # TorchRec's pipelines do not record the first batch, after which semi_sync looks up the second with new values.
         more: dict[str, Any] = {"options": {"rewrite": {"method": "direct"}}}

@@ -275,7 +275,7 @@ def test_the_last_checkpoint_at_a_url_is_found_with_its_protocol() -> None:
     fs.pipe("/of-a-contract/last.ckpt", b"marker")
     callback = ModelCheckpoint("memory://of-a-contract", save_last=True)
     trainer = pl.Trainer(callbacks=[callback], logger=False, enable_progress_bar=False, accelerator="cpu")
-    lightning.find_last_at_urls(trainer)
-    lightning.find_last_at_urls(trainer)
+    lightning.patch_last_checkpoint_for_urls(trainer)
+    lightning.patch_last_checkpoint_for_urls(trainer)
     assert callback._find_last_checkpoints(trainer) == {"memory:///of-a-contract/last.ckpt"}
     fs.rm("/of-a-contract", recursive=True)

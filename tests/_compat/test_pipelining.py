@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
-from lightning_pipe._compat.pipelining import copy_view_outputs, forget_batch, run_microbatches
+from lightning_pipe._compat.pipelining import copy_view_outputs, release_schedule_tensors, run_microbatches
 
 PIECES = [torch.ones(2, 3) * number for number in (1.0, 2.0)]
 
@@ -63,5 +63,5 @@ def test_what_a_stage_holds_can_be_made_detachable_and_forgotten(stage: Pipeline
     ((copy,), _) = stage.fwd_cache[0]
     assert torch.equal(copy.detach(), output.detach())
     copy.detach_()
-    forget_batch(schedule)
+    release_schedule_tensors(schedule)
     assert not stage.fwd_cache

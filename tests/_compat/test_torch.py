@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 
 from lightning_pipe._compat import torch as compat
 from lightning_pipe._compat.torch import (
-    overflow_flags,
+    get_found_inf_per_device,
 )
 
 
@@ -25,7 +25,7 @@ def test_a_scaler_skips_the_step_where_its_flag_is_set() -> None:
         optimizer, scaler = torch.optim.SGD([parameter], lr=1.0), torch.amp.GradScaler("cpu", init_scale=2.0)
         scaler.scale(parameter.sum()).backward()
         scaler.unscale_(optimizer)
-        flags = overflow_flags(scaler, optimizer)
+        flags = get_found_inf_per_device(scaler, optimizer)
         assert flags, "GradScaler does not keep its flags in _per_optimizer_states after unscale_"
         for flag in flags.values():
             flag.fill_(overflow)
@@ -72,13 +72,13 @@ def test_optimizers_in_backward_are_found_at_their_parameters() -> None:
     from torch.distributed.optim import _apply_optimizer_in_backward
 
     parameter, other = (torch.nn.Parameter(torch.ones(1)) for _ in range(2))
-    assert compat.optimizers_in_backward(parameter) == []
+    assert compat.get_optimizers_in_backward(parameter) == []
     _apply_optimizer_in_backward(torch.optim.SGD, [parameter], {"lr": 0.5})
     said = [(torch.optim.SGD, {"lr": 0.5})]
     words = "they are not kept in _optimizer_classes and _optimizer_kwargs"
-    assert compat.optimizers_in_backward(parameter) == said, words
+    assert compat.get_optimizers_in_backward(parameter) == said, words
     compat.set_optimizer_in_backward(other, torch.optim.SGD, {"lr": 0.5})
-    assert compat.optimizers_in_backward(other) == said
+    assert compat.get_optimizers_in_backward(other) == said
 
 
 def test_a_writer_for_urls_takes_the_options_that_saves_need() -> None:

@@ -78,7 +78,7 @@ def contracts(rank: int, world: int) -> dict[str, Any]:
         "divides": module._has_mean_pooling_callback,
         "columns": compat.disable_mean_pooling(module),
         "kernels": [(type(kernel).__name__, tables[0].name) for kernel, tables in compat.kernels_of(module)],
-        "fast": [type(compat.fast_kernel_of(lookup)).__name__ for lookup in compat.lookups_of(module)],
+        "fast": [type(compat.get_single_kernel_of_lookup(lookup)).__name__ for lookup in compat.lookups_of(module)],
         "before": compat.get_all_to_alls(module),
     }
 
@@ -86,7 +86,7 @@ def contracts(rank: int, world: int) -> dict[str, Any]:
     request = module.input_dist(module.create_context(), features_of([100 + rank, 201 - rank]))
     found["received"] = request.wait().wait()[0].values().tolist()
     (all_to_all,) = compat.get_all_to_alls(module)
-    found["group of input dist"] = compat.all_to_all_group(all_to_all) is group
+    found["group of input dist"] = compat.get_all_to_all_group(all_to_all) is group
     found["keys"] = compat.keys_per_rank(all_to_all)
     processed = FeatureProcessedEmbeddingBagCollection(
         bags(is_weighted=True), PositionWeightedModuleCollection({"f": 5}, device=CPU)
@@ -154,8 +154,8 @@ def test_tensors_of_features_can_be_replaced() -> None:
     assert other.values().tolist() == [3, 4], "KeyedJaggedTensor does not keep its values in _values"
     assert other["f"].values().tolist() == [3, 4], "KeyedJaggedTensor does not keep what it has cut in _jt_dict"
     assert features["f"].values().tolist() == [1, 2]
-    assert compat.same_tensors(features, compat.copy_with_tensors(features))
-    assert not compat.same_tensors(features, other)
+    assert compat.kjts_share_tensors(features, compat.copy_with_tensors(features))
+    assert not compat.kjts_share_tensors(features, other)
     weighted = compat.copy_with_tensors(features, weights=torch.ones(2), lengths=torch.tensor([2]), offsets=None)
     assert weighted.weights().tolist() == [1, 1], "KeyedJaggedTensor does not keep its weights in _weights"
     assert weighted.offsets().tolist() == [0, 2], "KeyedJaggedTensor does not compute missing _offsets from _lengths"
@@ -172,9 +172,9 @@ def test_a_trace_does_not_enter_leaf_modules() -> None:
 def test_a_kernel_keeps_its_newest_lookup_under_the_names_that_its_backward_hook_reads() -> None:
     table = 8, 4, EmbeddingLocation.HOST, ComputeDevice.CPU
     kernel: Any = SplitTableBatchedEmbeddingBagsCodegen([table], device=CPU)
-    newest = compat.snapshot_lookup(kernel)
+    newest = compat.snapshot_last_lookup(kernel)
     read = set(type(kernel)._update_cache_counter_and_locations.__code__.co_names)
     assert {"lxu_cache_locations", "_indices", "_offsets"} <= set(newest) <= read
     kernel._indices = torch.ones(1)
-    compat.restore_lookup(kernel, newest)
+    compat.restore_last_lookup(kernel, newest)
     assert kernel._indices is newest["_indices"]

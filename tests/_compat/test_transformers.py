@@ -55,7 +55,7 @@ def test_experts_whose_parts_have_other_numbers_are_refused(mixture: Any, tmp_pa
     conversions, _ = conversions_of(mixture, tensors)
     wrong = next(one for one in conversions if any("experts.9" in name for name in one.sources))
     with pytest.raises(ValueError, match="other numbers in some of their parts"):
-        wrong.run(tensors, mixture)
+        wrong.convert_tensors(tensors, mixture)
 
 
 def test_models_of_transformers_are_known() -> None:
@@ -78,7 +78,7 @@ def test_experts_that_are_stored_one_by_one_become_one_tensor_of_the_model(mixtu
     assert unexpected == []
     found: dict[str, Tensor] = {}
     for conversion in conversions:
-        found |= conversion.run({name: files[name] for name in conversion.sources}, mixture)
+        found |= conversion.convert_tensors({name: files[name] for name in conversion.sources}, mixture)
     state = mixture.state_dict()
     assert found.keys() == state.keys()
     assert all(torch.equal(found[name], state[name]) for name in state)
@@ -90,7 +90,7 @@ def test_a_conversion_runs_without_data_and_more_than_once(mixture: Any, tmp_pat
     shapes = {name: one.shape for name, one in mixture.state_dict().items()}
     for _ in range(2):
         for conversion in conversions:
-            results = conversion.run({name: files[name] for name in conversion.sources}, mixture)
+            results = conversion.convert_tensors({name: files[name] for name in conversion.sources}, mixture)
             assert {name: one.shape for name, one in results.items()} == {name: shapes[name] for name in results}
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_pipe._compat.zero_grad_first import ZeroGradFirst
+from lightning_pipe._compat.zero_grad_first import ZeroGradFirstOptimization
 
 DATA = [torch.full((1, 2), float(index)) for index in range(1, 6)]
 
@@ -49,9 +49,9 @@ def fit(inside: bool, **options: Any) -> Backwards:
     class Installing(pl.Callback):
         def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
             if inside:
-                ZeroGradFirst.install(trainer)
+                ZeroGradFirstOptimization.install(trainer)
                 first = trainer.fit_loop.epoch_loop.automatic_optimization
-                ZeroGradFirst.install(trainer)
+                ZeroGradFirstOptimization.install(trainer)
                 assert trainer.fit_loop.epoch_loop.automatic_optimization is first
 
     module = Backwards(inside)

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_pipe.callbacks.monitor import PipelineMonitor
 from lightning_pipe.callbacks.trace import PipelineTrace
-from lightning_pipe.callbacks.verdict import StepBreakdown, Verdict, find_straggler, find_verdict
+from lightning_pipe.callbacks.verdict import BottleneckVerdict, StepBreakdown, find_straggler, find_verdict
 from lightning_pipe.engine import PipelinePlan
 from lightning_pipe.engine.observe.meter import Meter
 from lightning_pipe.recsys.plans.recsys_plans import recsys_plan
@@ -122,7 +122,7 @@ def run(
 def test_a_step_is_told_apart_into_what_the_main_thread_did(clock: Clock) -> None:
     monitor = PipelineMonitor(every_n_steps=2)
     used, logged = run(clock, monitor, seconds=lambda _: 1.25, prepares=0.5)
-    (use,) = monitor.use
+    (use,) = monitor.step_breakdown_by_rank
     # Two rows at 1.25 s, and the hook; the last batch of four fetches none, and the first is not counted.
     assert use.steps == 3
     assert use.loader == pytest.approx(2.0)
@@ -151,14 +151,14 @@ def test_a_step_in_which_the_plan_has_changed_is_left_out(clock: Clock) -> None:
 
     monitor = PipelineMonitor()
     run(clock, monitor, Changes(), batch_size=1)
-    assert monitor.use[0].steps == 6
-    assert monitor.use[0].tasks["TrainBatch"] == pytest.approx(6.0)
+    assert monitor.step_breakdown_by_rank[0].steps == 6
+    assert monitor.step_breakdown_by_rank[0].tasks["TrainBatch"] == pytest.approx(6.0)
 
 
 def test_validation_is_left_out(clock: Clock) -> None:
     monitor = PipelineMonitor()
     run(clock, monitor, val_check_interval=2)
-    assert monitor.use[0].seconds == pytest.approx(9.0)
+    assert monitor.step_breakdown_by_rank[0].seconds == pytest.approx(9.0)
 
 
 def test_a_step_that_was_not_training_alone_can_be_left_out(clock: Clock) -> None:
@@ -171,10 +171,10 @@ def test_a_step_that_was_not_training_alone_can_be_left_out(clock: Clock) -> Non
                 monitor.exclude_step()
 
     run(clock, monitor, Pauses(), seconds=lambda _: 0.0, epochs=1, limit_val_batches=0)
-    assert monitor.use == []  # two steps are too few
+    assert monitor.step_breakdown_by_rank == []  # two steps are too few
     run(clock, monitor, Pauses(), seconds=lambda _: 0.0, batch_size=1, limit_val_batches=0)
-    assert monitor.use[0].seconds == pytest.approx(7.0)
-    assert monitor.use[0].steps == 6
+    assert monitor.step_breakdown_by_rank[0].seconds == pytest.approx(7.0)
+    assert monitor.step_breakdown_by_rank[0].steps == 6
 
 
 @pytest.mark.parametrize("monitor_first", [True, False])
@@ -188,9 +188,9 @@ def test_what_a_trace_writes_and_draws_is_left_out(
     monitor, trace = PipelineMonitor(), PipelineTrace(tmp_path / "trace.json", steps=(2, 2), picture=None)
     callbacks = (monitor, trace) if monitor_first else (trace, monitor)
     run(clock, *callbacks, seconds=lambda _: 0.0, batch_size=1, epochs=1, limit_val_batches=0)
-    assert monitor.use[0].seconds == pytest.approx(7.0)
+    assert monitor.step_breakdown_by_rank[0].seconds == pytest.approx(7.0)
     # Of eight steps the first, the one that ends the trace, and the one behind that, in which other ranks wait.
-    assert monitor.use[0].steps in (4, 5)
+    assert monitor.step_breakdown_by_rank[0].steps in (4, 5)
 
 
 def test_batches_are_counted_where_they_do_not_say_how_many_samples_they_have(clock: Clock) -> None:
@@ -238,7 +238,7 @@ def use(
     return StepBreakdown(20, 10.0, loader, other, workers, {**tasks, "DenseBackward": rest})
 
 
-def of(*uses: StepBreakdown, plan: PipelinePlan = PREFETCH, **known: Any) -> Verdict:
+def of(*uses: StepBreakdown, plan: PipelinePlan = PREFETCH, **known: Any) -> BottleneckVerdict:
     return find_verdict(uses, plan, **known)
 
 

@@ -103,7 +103,11 @@ def fits(rank: int, world_size: int) -> dict[str, Any]:
         run(PipelineProfiler(at_steps=[3 + rank], path=None, report=None, **few))
     except SetupError as error:
         found["disagree"] = str(error)
-    return {**found, "use": monitor.use, "traced": sorted({span.iteration for span in records.spans})}
+    return {
+        **found,
+        "use": monitor.step_breakdown_by_rank,
+        "traced": sorted({span.iteration for span in records.spans}),
+    }
 
 
 @pytest.fixture(scope="module")

@@ -34,7 +34,7 @@ def names(folder: Path) -> set[str]:
 @pytest.fixture(params=["in one step", "in two"])
 def folder(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     if request.param == "in two":
-        monkeypatch.setattr(atomic_folder, "_exchange", lambda one, other: False)
+        monkeypatch.setattr(atomic_folder, "_exchange_paths_atomically", lambda one, other: False)
     return tmp_path / "made" / "folder"
 
 

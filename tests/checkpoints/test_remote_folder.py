@@ -15,10 +15,10 @@ from lightning_pipe.checkpoints.remote_folder import (
     RemotePath,
     begin_remote,
     finish_remote,
+    follow_checkpoint_marker,
     local_copy,
     parse_local_or_remote_path,
     remove_remote,
-    resolve_folder,
 )
 from lightning_pipe.engine import SetupError
 
@@ -48,7 +48,7 @@ def saved(content: bytes, url: str = URL) -> str:
 
 
 def content_at(url: str = URL) -> bytes:
-    folder = resolve_folder(place(url))
+    folder = follow_checkpoint_marker(place(url))
     assert isinstance(folder, RemotePath)
     with (folder / "meta.pt").open("rb") as stream:
         return stream.read()
@@ -128,7 +128,7 @@ def test_a_folder_at_the_url_is_read_and_not_replaced() -> None:
 )
 def test_any_other_file_at_the_url_leads_nowhere(marker: bytes) -> None:
     place().write_bytes(marker)
-    assert str(resolve_folder(place())) == URL
+    assert str(follow_checkpoint_marker(place())) == URL
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ def test_a_request_that_fails_is_no_absent_checkpoint(refused: Exception, monkey
         with pytest.raises(OSError, match=str(refused.args[-1])):
             begin_remote(place())
         with pytest.raises(SetupError, match=str(refused.args[-1])):
-            resolve_folder(place())
+            follow_checkpoint_marker(place())
     assert before == MemoryFileSystem.store
     assert content_at() == b"one"
 
@@ -179,7 +179,7 @@ def test_a_local_path_stays_one(tmp_path: Path) -> None:
     assert parse_local_or_remote_path("runs/last.ckpt") == Path("runs/last.ckpt")
     assert parse_local_or_remote_path(f"file://{tmp_path}/last.ckpt") == tmp_path / "last.ckpt"
     assert parse_local_or_remote_path(tmp_path) == tmp_path
-    assert resolve_folder(tmp_path) == tmp_path
+    assert follow_checkpoint_marker(tmp_path) == tmp_path
 
 
 def test_a_part_is_uploaded_and_comes_back(tmp_path: Path) -> None:

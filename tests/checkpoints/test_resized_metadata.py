@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 from lightning_pipe.checkpoints.folder_reading import load_state_no_dist
 from lightning_pipe.checkpoints.resized_metadata import resized_metadata
-from lightning_pipe.checkpoints.safe_reading import SafeReader
+from lightning_pipe.checkpoints.safe_reading import SafeFileSystemReader
 from lightning_pipe.engine import SetupError
 
 
@@ -20,7 +20,7 @@ def saved_in(folder: Path, values: torch.Tensor, pieces: int) -> dcp.Metadata:
     rows = len(values) // pieces
     parts = {str(place): part.clone() for place, part in enumerate(values.split(rows))}
     dcp.save({"part": parts}, checkpoint_id=folder, no_dist=True)
-    metadata = SafeReader(folder).read_metadata()
+    metadata = SafeFileSystemReader(folder).read_metadata()
     places, chunks = {}, []
     for index, info in metadata.storage_data.items():
         offsets = torch.Size([int(index.fqn.rpartition(".")[2]) * rows, *[0] * (values.dim() - 1)])

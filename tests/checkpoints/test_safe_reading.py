@@ -10,7 +10,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from lightning_pipe.checkpoints.folder_reading import load_state_no_dist
-from lightning_pipe.checkpoints.safe_reading import SafeReader
+from lightning_pipe.checkpoints.safe_reading import SafeFileSystemReader
 from lightning_pipe.engine import SetupError
 
 LARGE = 2**22 + 1  # floats: more than 16 MiB
@@ -27,7 +27,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def read(folder: Path) -> dict[str, object]:
     state: dict[str, object] = {name: torch.zeros(LARGE) for name in ("first", "second")}
     state |= {"small": torch.zeros(4), "text": None}
-    load_state_no_dist(folder, SafeReader(folder).read_metadata(), state, None)
+    load_state_no_dist(folder, SafeFileSystemReader(folder).read_metadata(), state, None)
     return state
 
 
@@ -40,7 +40,7 @@ def test_each_value_is_what_was_saved(folder: Path) -> None:
 
 
 def test_a_changed_bit_in_a_large_value_is_noticed(folder: Path, tmp_path: Path) -> None:
-    metadata = SafeReader(folder).read_metadata()
+    metadata = SafeFileSystemReader(folder).read_metadata()
     place = next(info for index, info in metadata.storage_data.items() if index.fqn == "second")
     for path in folder.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from lightning_pipe.cli.main import main
-from lightning_pipe.cli.plan import find_plan
+from lightning_pipe.cli.plan import find_plan_by_name
 from lightning_pipe.engine import ProfileResult
 from lightning_pipe.engine.profiling.profile import TaskProfile
 
@@ -99,7 +99,7 @@ def test_a_saved_plan_and_plans_over_other_tasks_can_be_simulated(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "mine.yaml"
-    path.write_text(find_plan("prefetch").to_yaml().replace("name: prefetch", "name: mine"))
+    path.write_text(find_plan_by_name("prefetch").to_yaml().replace("name: prefetch", "name: mine"))
     first, second = simulated(
         capsys, "recsys_prefetch_pipeline", str(path), "--costs", costs_file(tmp_path), "--ranks", "2"
     )["predictions"]
@@ -109,7 +109,7 @@ def test_a_saved_plan_and_plans_over_other_tasks_can_be_simulated(
     costs.write_text("tasks: {H2D: {ms: 2, resource: copy}, TrainBatch: 5}")
     (copies,) = simulated(capsys, "pipeline", "--costs", str(costs))["predictions"]
     assert copies["exposed"] == {"compute": pytest.approx(5e-3), "copy": pytest.approx(2e-3)}
-    path.write_text(find_plan("copy_ahead").to_yaml())
+    path.write_text(find_plan_by_name("copy_ahead").to_yaml())
     (saved,) = simulated(capsys, str(path), "--costs", str(costs))["predictions"]
     assert saved == copies
 

@@ -230,11 +230,11 @@ def _fails(run: PageRun, block: Block, status: str) -> None:
 
 def _plan(run: PageRun, block: Block) -> None:
     """``plan``: YAML of a plan, read as a strategy reads it, and as ``plan show`` does."""
-    from lightning_pipe.cli.plan import find_plan
+    from lightning_pipe.cli.plan import find_plan_by_name
 
     path = Path(f"{yaml.safe_load(block.code)['name']}.yaml")
     path.write_text(block.code, encoding="utf-8")
-    run.said = str(find_plan(str(path)))
+    run.said = str(find_plan_by_name(str(path)))
 
 
 def _strategy(run: PageRun, block: Block) -> None:

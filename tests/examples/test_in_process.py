@@ -14,7 +14,7 @@ from examples.in_process.images import CLASSES, Shapes, ShapesData
 from examples.in_process.transformer import ByteTransformer
 from examples.in_process.unet import UNet, unet
 from lightning_pipe.cli.main import main
-from lightning_pipe.pipe import Pipe, pipe_loss
+from lightning_pipe.pipe import Pipe, compute_pipe_or_module_loss
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples" / "in_process"
 
@@ -48,7 +48,7 @@ def test_a_u_net_in_partitions_trains_as_it_does_in_one(checkpoint: Any) -> None
     torch.manual_seed(0)
     pipe = Pipe(unet(4, 2, CLASSES), 2, checkpoint, ["cpu"] * 3)
     for module in (whole, pipe):
-        pipe_loss(module, images, classes, nn.CrossEntropyLoss()).backward()
+        compute_pipe_or_module_loss(module, images, classes, nn.CrossEntropyLoss()).backward()
     for mine, theirs in zip(pipe.parameters(), whole.parameters(), strict=True):
         torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-4, atol=1e-6)
     pipe.close()

@@ -171,7 +171,7 @@ def logits(model: nn.Module, batch: Mapping[str, Any], ranks: ContextParallelGro
         left_out = "labels" if isinstance(model, Plain) else "cu_seq_lens_q"
         return (), {key: value for key, value in batch.items() if key not in ("labels", left_out)}
 
-    _, keywords = model_inputs(batch) if ranks is None else ranks.inputs(dict(batch), model_inputs)
+    _, keywords = model_inputs(batch) if ranks is None else ranks.build_model_inputs(dict(batch), model_inputs)
     return model(**keywords) if isinstance(model, Plain) else model(**keywords, use_cache=False).logits
 
 

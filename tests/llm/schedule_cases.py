@@ -17,7 +17,7 @@ from torch.distributed.pipelining.schedules import (
     _wait_batch_p2p,
 )
 
-from lightning_pipe._compat.pipelining import set_actions
+from lightning_pipe._compat.pipelining import set_schedule_actions
 from lightning_pipe.engine.observe.timeline import Bar
 from lightning_pipe.llm.schedules.simulation import Actions
 from lightning_pipe.llm.schedules.specs import ScheduleSpec, stages_of_rank
@@ -97,7 +97,7 @@ class PlacedSchedule(_PipelineScheduleRuntime):
             for rank in range(self.pp_group_size)
             for held in [self.held(rank, self.pp_group_size)]
         }
-        set_actions(self, actions)
+        set_schedule_actions(self, actions)
 
     @staticmethod
     def held(rank: int, size: int) -> tuple[int, ...]:

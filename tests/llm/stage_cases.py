@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from lightning_pipe.llm.model.meta_tensors import fake_copy
-from lightning_pipe.llm.model.module_config import ModuleConfig
+from lightning_pipe.llm.model.module_config import PPModuleConfig
 from lightning_pipe.llm.model.shapes import StageShapes
 from lightning_pipe.llm.model.stage_module import StageModule, make_stage, shallow_copy
 from lightning_pipe.llm.parallel.data_parallel import apply_data_parallel
@@ -20,7 +20,7 @@ from lightning_pipe.llm.schedules.specs import SCHEDULES, count_stages_per_rank,
 from lightning_pipe.llm.split.stage_fqns import split_evenly
 
 WIDTH, VOCABULARY, LAYERS, LENGTH = 8, 11, 4, 6
-CONFIG = ModuleConfig(LAYERS, "layers", ("embedding",), ("head",))
+CONFIG = PPModuleConfig(LAYERS, "layers", ("embedding",), ("head",))
 MICRO_BATCHES = 4
 
 
@@ -66,7 +66,7 @@ def make_model(dropout: float = 0.3) -> Model:
 
 def whole_stage(dropout: float = 0.3) -> StageModule:
     """The model as its only stage."""
-    return make_stage(make_model(dropout), CONFIG, CONFIG.modules, 0, 1)
+    return make_stage(make_model(dropout), CONFIG, CONFIG.module_fqns, 0, 1)
 
 
 def layers_of(stage: StageModule) -> Iterator[Layer]:
@@ -119,7 +119,7 @@ def train_stages(
     for stage in stages.values():
         prepare(stage)
         if sharded:
-            apply_data_parallel(stage, CONFIG.layers, mesh["shard"])
+            apply_data_parallel(stage, CONFIG.layer_fqns, mesh["shard"])
     group = dist.group.WORLD
     assert group is not None
     runner = ScheduleRunner(stages, num_stages, spec, group, torch.device("cpu"), shapes)

@@ -28,7 +28,7 @@ class _Interrupted:
 def test_an_error_before_the_first_batch_keeps_the_checkpoint_that_was_to_be_loaded() -> None:
     saved: list[str] = []
     trainer: Any = _Interrupted(saved, batches=0)
-    interrupted_save.install_save_guard(trainer)
+    interrupted_save.install_all_ranks_save_check(trainer)
     with pytest.warns(UserWarning, match="training had not begun"):
         trainer.save_checkpoint("a")
     assert saved == []
@@ -38,5 +38,5 @@ def test_a_store_that_never_answers_is_not_waited_for() -> None:
     released = threading.Event()
     store: Any = mock.Mock(**{"set.side_effect": lambda *_: released.wait()})
     with mock.patch.object(interrupted_save, "_WAIT", timedelta(seconds=0.01)):
-        assert not interrupted_save._all_ranks_arrive(store, "key", 0, 2)
+        assert not interrupted_save._wait_for_all_ranks(store, "key", 0, 2)
     released.set()

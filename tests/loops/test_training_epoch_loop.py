@@ -132,7 +132,7 @@ def test_the_ledger_counts_every_batch_fetched_and_trained() -> None:
             assert isinstance(loop, PipelineTrainingEpochLoop)
             assert loop.ledger is not None
             ledger = loop.ledger
-            counts.append((ledger.fetched, ledger.in_flight, ledger.trained))
+            counts.append((ledger.fetched, ledger.num_in_flight, ledger.trained))
 
     fit(True, callbacks=[Counting()], max_epochs=1)
     assert counts == [(2, 2, 0), (3, 2, 1), (4, 2, 2), (5, 2, 3), (6, 2, 4), (6, 1, 5)]

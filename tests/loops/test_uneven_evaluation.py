@@ -341,17 +341,17 @@ def take_turns(rank: int, world_size: int) -> dict[str, Any]:
         turn = UnevenBatchCoordinator(group, have, "a batch")
         if turn.rank_has_batch:
             turn.announce_collective("something", rank)
-            found[str(operation)] = turn.reduce(torch.tensor([float(rank), 1.0]), operation).tolist()
-            found[f"{operation} of integers"] = float(turn.reduce(torch.tensor(rank), operation))
+            found[str(operation)] = turn.reduce_tensor(torch.tensor([float(rank), 1.0]), operation).tolist()
+            found[f"{operation} of integers"] = float(turn.reduce_tensor(torch.tensor(rank), operation))
             turn.end()
         else:
-            turn.join(lambda what, detail: done.append((what, detail)))
+            turn.join_announced_collectives(lambda what, detail: done.append((what, detail)))
     found["joined"] = done
 
     def failing(name: str, step: Any) -> None:
         turn = UnevenBatchCoordinator(group, have, "a batch")
         try:
-            step(turn) if turn.rank_has_batch else turn.join(lambda what, detail: None)
+            step(turn) if turn.rank_has_batch else turn.join_announced_collectives(lambda what, detail: None)
             turn.end() if turn.rank_has_batch else None
         except InputError as error:
             if turn.rank_has_batch:

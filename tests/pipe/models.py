@@ -13,7 +13,7 @@ from torch.nn import functional
 from torch.utils import _pytree as pytree
 
 from lightning_pipe.pipe import pop, skippable, stash
-from lightning_pipe.pipe.scatter import count_rows, gather, scatter
+from lightning_pipe.pipe.scatter import concat_micro_batch_outputs, count_rows, scatter
 from tests.rounding import Reference
 
 
@@ -105,7 +105,7 @@ def batch(rows: int, seed: int = 0) -> tuple[Tensor, Tensor]:
 
 def whole_forward(module: nn.Sequential, inputs: Any, chunks: int) -> Any:
     """The module on the same micro-batches, one after the other."""
-    return gather([module(piece) for piece in scatter(inputs, chunks)])
+    return concat_micro_batch_outputs([module(piece) for piece in scatter(inputs, chunks)])
 
 
 def whole_loss(module: nn.Sequential, inputs: Any, targets: Any, loss_fn: Any, chunks: int) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lightning_pipe.engine import InputError
-from lightning_pipe.pipe import Pipe, pipe_loss
+from lightning_pipe.pipe import Pipe, compute_pipe_or_module_loss
 from tests.pipe.models import gradients, whole_gradients
 from tests.rounding import Reference
 
@@ -165,6 +165,9 @@ def test_no_rows_have_no_loss(pair: Pair) -> None:
 def test_without_a_pipe_the_loss_is_as_ever(pair: Pair) -> None:
     inputs, targets = torch.randn(ROWS, 4), classes(3)
     expected = functional.cross_entropy(pair[1](inputs), targets)
-    assert torch.equal(pipe_loss(pair[1], inputs, targets, nn.CrossEntropyLoss()), expected)
+    assert torch.equal(compute_pipe_or_module_loss(pair[1], inputs, targets, nn.CrossEntropyLoss()), expected)
     rounded = Reference.of(lambda: {"loss": functional.cross_entropy(pair[1](inputs), targets)})
-    assert rounded.differences({"loss": pipe_loss(pair[0], inputs, targets, nn.CrossEntropyLoss())}) == []
+    assert (
+        rounded.differences({"loss": compute_pipe_or_module_loss(pair[0], inputs, targets, nn.CrossEntropyLoss())})
+        == []
+    )

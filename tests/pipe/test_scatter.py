@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as some
 
-from lightning_pipe.pipe.scatter import gather, scatter
+from lightning_pipe.pipe.scatter import concat_micro_batch_outputs, scatter
 
 
 @given(some.integers(1, 20), some.integers(1, 12))
@@ -16,7 +16,7 @@ def test_pieces_are_as_even_as_can_be_and_none_is_empty(rows: int, chunks: int) 
     assert len(pieces) == min(rows, chunks)
     assert max(sizes) - min(sizes) <= 1
     assert sizes == sorted(sizes, reverse=True)
-    assert torch.equal(gather(pieces), torch.arange(rows))
+    assert torch.equal(concat_micro_batch_outputs(pieces), torch.arange(rows))
 
 
 def test_every_tensor_in_a_nesting_is_cut_and_anything_else_is_in_every_piece() -> None:
@@ -26,6 +26,6 @@ def test_every_tensor_in_a_nesting_is_cut_and_anything_else_is_in_every_piece() 
     assert first["a"][0].tolist() == [0, 1]
     assert second["a"][1][0].shape == (2, 2)
     assert (first["b"], first["c"], first["d"]) == ("text", None, 2.5)
-    together = gather([first, second])
+    together = concat_micro_batch_outputs([first, second])
     assert torch.equal(together["a"][0], numbers)
     assert together["b"] == "text"

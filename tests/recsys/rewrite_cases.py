@@ -346,12 +346,12 @@ def pipelined_losses(
     for index, batch in enumerate(data):
         splits = ahead or rewrite.start_input_dist(batch)
         features = rewrite.wait_inputs(rewrite.wait_splits(splits))
-        ahead = rewrite.start_input_dist(data[index + 1]) if rewrite.resolved and index + 1 < len(data) else None
+        ahead = rewrite.start_input_dist(data[index + 1]) if rewrite.is_resolved and index + 1 < len(data) else None
         embeddings = rewrite.lookup(features)
-        with rewrite.serving(embeddings, batch):
+        with rewrite.using_looked_up_embeddings(embeddings, batch):
             loss = step(model, batch)
         loss.backward()
-        rewrite.backward(embeddings)
+        rewrite.run_embedding_backward(embeddings)
         losses.append(float(loss.detach()))
     return losses
 

@@ -22,7 +22,7 @@ from lightning_pipe.engine.profiling.profiler import TaskProfiler
 from lightning_pipe.recsys import PLANS, ShardedModel, TrainPipeline, recsys_plan, recsys_tasks
 from lightning_pipe.recsys.dynamic.tables.sharded_tables import ShardedDynamicModule
 from lightning_pipe.recsys.kernels import native
-from lightning_pipe.recsys.kernels.fused_kernels import fused_kernels
+from lightning_pipe.recsys.kernels.fused_kernels import find_fused_kernels
 from lightning_pipe.recsys.modules.dynamic_modules import DynamicEmbeddingBagCollection
 from lightning_pipe.recsys.plans.recsys_plans import ON_WORKERS
 from lightning_pipe.recsys.rewrite.sharded_modules import ShardedModuleEntry
@@ -183,7 +183,7 @@ def place_on_host(
 ) -> None:
     """Place the tensors of kernels and optimizers that are on the host of a GPU too."""
     for module in modules:
-        for kernel in fused_kernels(module):
+        for kernel in find_fused_kernels(module):
             for name in ("learning_rate_tensor", "iter_cpu"):  # FBGEMM's, made for device="cpu" in every build
                 accelerator.put(getattr(kernel, name), PAGEABLE)
     for optimizer in optimizers:

@@ -13,7 +13,7 @@ from lightning_pipe.recsys.dynamic.cache.row_columns import RowColumns
 from lightning_pipe.recsys.dynamic.tables import sharded_tables
 from lightning_pipe.recsys.plans import recsys_plans
 from lightning_pipe.recsys.rewrite import model_rewrite, routes
-from lightning_pipe.recsys.rewrite.batch_state import Features
+from lightning_pipe.recsys.rewrite.batch_state import DistributedFeatures
 from lightning_pipe.recsys.rewrite.model_rewrite import ModelRewrite
 from lightning_pipe.recsys.tasks import actions, train_pipeline
 from tests.engine.device_tensors import left_out
@@ -39,7 +39,7 @@ def _written_after_hand_over() -> AbstractContextManager[Any]:
 def _read_in_worker() -> AbstractContextManager[Any]:
     wait_inputs = ModelRewrite.wait_inputs
 
-    def read(rewrite: ModelRewrite, *arguments: Any) -> Features:
+    def read(rewrite: ModelRewrite, *arguments: Any) -> DistributedFeatures:
         features = wait_inputs(rewrite, *arguments)
         for distributed in features.distributed.values():
             assert distributed[0].values().sum().item() >= 0

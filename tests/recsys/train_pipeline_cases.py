@@ -24,7 +24,7 @@ from lightning_pipe.engine import PipelineTask
 from lightning_pipe.engine.plans.checked_context import CHECK
 from lightning_pipe.engine.ranks import object_collectives
 from lightning_pipe.recsys import ShardedModel, TrainPipeline, recsys_tasks
-from lightning_pipe.recsys.kernels.fused_kernels import fused_kernels
+from lightning_pipe.recsys.kernels.fused_kernels import find_fused_kernels
 from tests.recsys.pipeline_cases import (
     CASES,
     DEPTHS,
@@ -459,7 +459,9 @@ def evaluated_in_between(plan: str) -> dict[str, bool]:
 
 
 def steps_of(model: ShardedModel) -> list[int]:
-    return [int(kernel.iter.item()) for module in model.sharded_modules.values() for kernel in fused_kernels(module)]
+    return [
+        int(kernel.iter.item()) for module in model.sharded_modules.values() for kernel in find_fused_kernels(module)
+    ]
 
 
 def learning_rates(plan: str, combined: bool) -> dict[str, torch.Tensor]:

@@ -21,8 +21,8 @@ from torch.utils.data import DataLoader
 from lightning_pipe.llm.batches.microbatches import split_batch
 from lightning_pipe.llm.batches.options import Batching
 from lightning_pipe.llm.batches.padding import pad_microbatch
-from lightning_pipe.llm.model.derived_config import derive_config
-from lightning_pipe.llm.model.module_config import ModuleConfig
+from lightning_pipe.llm.model.derived_config import derive_pp_module_config
+from lightning_pipe.llm.model.module_config import PPModuleConfig
 from lightning_pipe.llm.parallel.parallel_dims import ParallelDims
 from lightning_pipe.llm.schedules.simulation import list_compute_actions
 from lightning_pipe.llm.schedules.specs import SCHEDULES, count_stages_per_rank
@@ -320,7 +320,7 @@ class Trained:
     parameters: dict[str, Tensor] = field(default_factory=dict)
 
 
-def backward_orders(schedule: str, ranks: int, num_microbatches: int, config: ModuleConfig) -> dict[str, list[int]]:
+def backward_orders(schedule: str, ranks: int, num_microbatches: int, config: PPModuleConfig) -> dict[str, list[int]]:
     """For each module of a model the order in which the gradients of micro-batches are added up."""
     spec = SCHEDULES[schedule]
     stages = split_evenly(config, ranks * count_stages_per_rank(spec, ranks))
@@ -348,14 +348,14 @@ def train_alone(
     module.configure_model()
     model = module.model
     assert model is not None
-    orders = orders or {key: list(range(count)) for key in derive_config(model).modules}
+    orders = orders or {key: list(range(count)) for key in derive_pp_module_config(model).module_fqns}
     optimizer_of_all, trained = OPTIMIZERS[optimizer](model.parameters()), Trained()
     owner = {name: next(part for part in orders if name.startswith(f"{part}.")) for name, _ in model.named_parameters()}
     for batch in batches:
         each, losses, tokens = [], [], 0
         for item in microbatches_of(batch, count, length):
             model.zero_grad()
-            loss = module.summed_loss(module._output(item), item)
+            loss = module.summed_loss(module._compute_unsplit_output(item), item)
             loss.backward()
             losses.append(loss.detach())
             each.append(gradients_of(model))

@@ -26,7 +26,7 @@ def test_restarts_that_would_not_find_each_other_are_warned_of(
     strategy = trainer("pipeline").strategy
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        strategy._warn_of_stale_addresses()  # type: ignore[attr-defined]
+        strategy._warn_of_failing_restarts()  # type: ignore[attr-defined]
     said = [str(one.message) for one in caught]
     assert len(said) == warns
     assert all("TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in one for one in said)
@@ -49,7 +49,7 @@ def leave(rank: int, world_size: int, raises: bool) -> bool:
     with pytest.raises(ValueError, match="on purpose") if raises else nullcontext():
         trainer("pipeline", devices=world_size, max_epochs=1).fit(module)
     assert base._ended_well == (not raises)
-    base._leave_at_exit()
+    base._destroy_process_group_at_exit()
     return dist.is_initialized()
 
 

@@ -11,7 +11,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lightning_pipe.engine import SetupError
 from lightning_pipe.strategies import LLMPipelineStrategy
-from lightning_pipe.strategies.cluster_environment import get_environment_without_srun, started_by_torchrun
+from lightning_pipe.strategies.cluster_environment import get_environment_without_srun, get_torchrun_nodes_and_devices
 from tests.strategies.cases import Clicks, fit, recsys, trainer
 
 # What sbatch and salloc set; a task of srun has the others too.
@@ -108,12 +108,12 @@ def test_processes_without_a_gpu_each_are_refused(monkeypatch: pytest.MonkeyPatc
     for name, value in ELASTIC.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(SetupError, match=r"2 processes on this node, and the Trainer has 1 device\(s\)"):
-        started_by_torchrun(TorchElasticEnvironment(), 1, [torch.device("cuda", 0)])
+        get_torchrun_nodes_and_devices(TorchElasticEnvironment(), 1, [torch.device("cuda", 0)])
     gpus = [torch.device("cuda", number) for number in range(4)]
-    assert started_by_torchrun(TorchElasticEnvironment(), 1, gpus) == (3, gpus[:2])
+    assert get_torchrun_nodes_and_devices(TorchElasticEnvironment(), 1, gpus) == (3, gpus[:2])
 
 
 @pytest.mark.parametrize("torchrun", [{}], indirect=True)
 def test_other_environments_keep_the_trainers_numbers(torchrun: None) -> None:
     devices = [torch.device("cpu")] * 4
-    assert started_by_torchrun(SLURMEnvironment(), 2, devices) == (2, devices)
+    assert get_torchrun_nodes_and_devices(SLURMEnvironment(), 2, devices) == (2, devices)

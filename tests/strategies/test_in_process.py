@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pipe.engine import PlanError, SetupError
-from lightning_pipe.pipe import Pipe, pipe_loss
+from lightning_pipe.pipe import Pipe, compute_pipe_or_module_loss
 from lightning_pipe.strategies import InProcessPipelineStrategy
 from tests.loops.models import trainer as quiet_trainer
 from tests.pipe.models import MODELS, same, whole_forward, with_skips
@@ -133,7 +133,7 @@ def test_a_loss_inside_trains_like_one_outside() -> None:
     class Inside(Model):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             inputs, targets = batch
-            loss = pipe_loss(self.model, inputs, targets, nn.MSELoss())
+            loss = compute_pipe_or_module_loss(self.model, inputs, targets, nn.MSELoss())
             self.losses.append(loss.item())
             return loss
 
@@ -143,7 +143,7 @@ def test_a_loss_inside_trains_like_one_outside() -> None:
         return {"losses": model.losses, **model.state_dict()}
 
     for options in ({}, {"accumulate_grad_batches": 2}):
-        # On one device pipe_loss has one micro-batch.
+        # On one device compute_pipe_or_module_loss has one micro-batch.
         expected = Reference.of(partial(lambda options: trained(alone(**options)), options))
         assert expected.differences(trained(trainer(**options))) == []
 
@@ -186,14 +186,14 @@ def test_the_last_element_of_a_tuple_goes_to_the_last_device_and_hooks_see_the_b
 
     strategy = OnDevices(parallel_devices=["cpu", "meta"])
     for batch in ((torch.ones(2), torch.ones(2), torch.ones(2)), [torch.ones(2), {"a": torch.ones(2)}]):
-        parts = strategy._placed(batch)
+        parts = strategy._place_batch_on_devices(batch)
         moved.append(
             (type(parts), parts[-1]["a"].device.type if isinstance(parts[-1], dict) else parts[-1].device.type)
         )
         assert all(part.device.type == "cpu" for part in parts[:-1])
     assert moved == [(tuple, "meta"), (list, "meta")]
-    assert strategy._placed({"x": torch.ones(2)})["x"].device.type == "cpu"
-    assert strategy._placed((torch.ones(2),))[0].device.type == "cpu"
+    assert strategy._place_batch_on_devices({"x": torch.ones(2)})["x"].device.type == "cpu"
+    assert strategy._place_batch_on_devices((torch.ones(2),))[0].device.type == "cpu"
 
 
 def test_a_batch_goes_where_the_module_says() -> None:

@@ -39,7 +39,7 @@ def fsync_parents(path: Path) -> None:
             fsync_path(above)
 
 
-def write_file(path: Path, content: bytes) -> None:
+def write_and_fsync(path: Path, content: bytes) -> None:
     """Write a file and wait until its bytes are on disk. Its name is not synced; see :func:`fsync_parents`."""
     with path.open("wb") as file:
         file.write(content)

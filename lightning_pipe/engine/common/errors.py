@@ -7,7 +7,7 @@ other sub-package may import the engine.
 from __future__ import annotations
 
 
-def text_of(error: BaseException) -> str:
+def get_error_text(error: BaseException) -> str:
     """Text of an error; what is wrong with it if the error's class cannot give it."""
     try:
         return str(error)
@@ -48,7 +48,7 @@ class TaskError(PipelineError, RuntimeError):
 
     def __init__(self, task: str, iteration: int, stage: int, rank: int, error: BaseException) -> None:
         self.summary = f"task {task!r} of iteration {iteration} (stage {stage}) failed on rank {rank}"
-        super().__init__(f"{self.summary} with {type(error).__name__}: {text_of(error)}")
+        super().__init__(f"{self.summary} with {type(error).__name__}: {get_error_text(error)}")
         self.task = task
         self.iteration = iteration
         self.stage = stage

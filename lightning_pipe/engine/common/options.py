@@ -25,7 +25,7 @@ def check_choice(name: str, value: Any, choices: Sequence[Any], error: type[Pipe
         raise error(f"{name} is {value!r}; expected one of {', '.join(map(repr, choices))}")
 
 
-def check_flags(**flags: object) -> None:
+def check_booleans(**flags: object) -> None:
     """Check that all flags are booleans. The string "false" from an unparsed file would count as True."""
     for name, value in flags.items():
         if not isinstance(value, bool):
@@ -37,7 +37,7 @@ def is_whole_numbers(values: Any) -> bool:
     return isinstance(values, list | tuple) and all(type(value) is int for value in values)
 
 
-def option_group(kind: type[Group], name: str, value: Group | Mapping[str, Any] | None) -> Group:
+def parse_option_group(kind: type[Group], name: str, value: Group | Mapping[str, Any] | None) -> Group:
     """Convert an argument to an option group."""
     if isinstance(value, kind):
         return value
@@ -49,5 +49,5 @@ def option_group(kind: type[Group], name: str, value: Group | Mapping[str, Any] 
         raise SetupError(f"{name} has {', '.join(map(repr, unknown))}; expected only {', '.join(allowed)}")
     options = dict(value or {})
     flags = [field.name for field in fields(kind) if field.type == "bool"]  # type: ignore[arg-type]
-    check_flags(**{f"{name}.{flag}": options[flag] for flag in flags if flag in options})
+    check_booleans(**{f"{name}.{flag}": options[flag] for flag in flags if flag in options})
     return kind(**options)

@@ -13,7 +13,7 @@ class ReportTable(Table):
     """Rich table of names and figures."""
 
     @classmethod
-    def with_number_columns(cls, first: str, *figures: str, edge: bool = True, **options: Any) -> ReportTable:
+    def create_with_number_columns(cls, first: str, *figures: str, edge: bool = True, **options: Any) -> ReportTable:
         """Create a table of a column of names and columns of figures, with space around it if *edge*."""
         table = cls(box=box.SIMPLE, padding=(0, 1) if edge else (0, 1, 0, 0), show_edge=edge, **options)
         table.add_column(first, overflow="fold")

@@ -7,7 +7,7 @@ import reprlib
 _MOST = 200  # characters
 
 
-class _Short(reprlib.Repr):
+class _ShortRepr(reprlib.Repr):
     """``repr`` limited to a few entries: YAML aliases can make a list of ten names stand for a billion."""
 
     def __init__(self) -> None:
@@ -17,7 +17,7 @@ class _Short(reprlib.Repr):
 
 def short_repr(value: object) -> str:
     """Shortened ``repr`` of *value*, at most a few hundred characters. ``repr`` escapes unprintable characters."""
-    text = _Short().repr(value)
+    text = _ShortRepr().repr(value)
     return text if len(text) <= 2 * _MOST else f"{text[:_MOST]}...{text[-_MOST:]}"
 
 

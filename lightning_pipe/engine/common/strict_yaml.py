@@ -18,7 +18,7 @@ _MOST_CHARACTERS = 2**17  # a plan of a hundred tasks has 15,000
 class _Loader(yaml.SafeLoader):
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
-            raise self._error("it has a reference (*name); write the value out")
+            raise self._make_marked_error("it has a reference (*name); write the value out")
         return super().compose_node(parent, index)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
@@ -26,10 +26,10 @@ class _Loader(yaml.SafeLoader):
         if len(content) < len(node.value):
             keys = [key.value for key, _ in node.value]
             repeated = next((key for key in keys if keys.count(key) > 1), keys[0])
-            raise self._error(f"it repeats the key {short_repr(repeated)}; write it once", node)
+            raise self._make_marked_error(f"it repeats the key {short_repr(repeated)}; write it once", node)
         return content
 
-    def _error(self, problem: str, node: yaml.Node | None = None) -> yaml.YAMLError:
+    def _make_marked_error(self, problem: str, node: yaml.Node | None = None) -> yaml.YAMLError:
         mark = self.get_mark() if node is None else node.start_mark
         return yaml.MarkedYAMLError(problem=problem, problem_mark=mark)
 

@@ -30,7 +30,7 @@ def trace_events(timeline: Timeline, notes: Mapping[str, Any]) -> dict[str, Any]
     # Thread and process numbers start at 1, because process 0 and thread 0 denote idle ones of an operating system.
     threads = {lane: index for index, lane in enumerate(timeline.lanes, 1)}
     origin = min((bar.start for bar in timeline.bars), default=0.0)
-    times = _times(timeline, origin)
+    times = _compute_bar_times(timeline, origin)
     events = [
         _slice(bar, threads[bar.rank, bar.lane], times[position], position in timeline.critical_path)
         for position, bar in enumerate(timeline.bars)
@@ -41,13 +41,13 @@ def trace_events(timeline: Timeline, notes: Mapping[str, Any]) -> dict[str, Any]
     # At equal times, enclosing slices precede nested ones, and slices precede the flows that refer to them.
     events.sort(key=lambda event: (event["ts"], event["ph"] != "X", -event.get("dur", 0.0)))
     return {
-        "traceEvents": [*_names(timeline, threads), *events],
+        "traceEvents": [*_make_thread_name_events(timeline, threads), *events],
         "displayTimeUnit": "ms",
         "otherData": {**notes, "arrows_left_out": left_out} if left_out else dict(notes),
     }
 
 
-def _names(timeline: Timeline, threads: Mapping[tuple[int, str], int]) -> Iterator[dict[str, Any]]:
+def _make_thread_name_events(timeline: Timeline, threads: Mapping[tuple[int, str], int]) -> Iterator[dict[str, Any]]:
     for rank in sorted({rank for rank, _ in threads}):
         yield _metadata("process_name", rank, {"name": f"rank {rank}"})
         yield _metadata("process_sort_index", rank, {"sort_index": rank})
@@ -60,7 +60,7 @@ def _metadata(name: str, rank: int, args: dict[str, Any], thread: int = 0) -> di
     return {"ph": "M", "name": name, "pid": rank + 1, "tid": thread, "args": args}
 
 
-def _times(timeline: Timeline, origin: float) -> list[tuple[float, float]]:
+def _compute_bar_times(timeline: Timeline, origin: float) -> list[tuple[float, float]]:
     """Start and end of each bar in microseconds, clipped so that bars of a stream that two threads use are nested."""
     times: list[tuple[float, float]] = []
     enclosing: list[tuple[float, tuple[int, str]]] = []

@@ -39,7 +39,7 @@ def measure_offset(group: dist.ProcessGroup | None) -> ClockOffset:
         for rank in range(1, dist.get_world_size(group)):
             dist.recv(ping, group=group, group_src=rank)  # the rank is ready; its delay must not count as a round trip
             rank_time, seconds, error = min(
-                (_round_trip(group, rank, ping, pong) for _ in range(_ROUNDS)), key=itemgetter(2)
+                (_measure_offset_once(group, rank, ping, pong) for _ in range(_ROUNDS)), key=itemgetter(2)
             )
             # An offset within the error of 0 is 0: clocks of two machines differ by the time between their starts.
             best = (rank_time, 0.0, 0.0) if abs(seconds) <= error else (rank_time, seconds, error)
@@ -54,7 +54,7 @@ def measure_offset(group: dist.ProcessGroup | None) -> ClockOffset:
     return ClockOffset(*pong.tolist())
 
 
-def _round_trip(
+def _measure_offset_once(
     group: dist.ProcessGroup, rank: int, ping: torch.Tensor, pong: torch.Tensor
 ) -> tuple[float, float, float]:
     before = time.perf_counter()
@@ -65,7 +65,7 @@ def _round_trip(
     return rank_time, (before + after) / 2 - rank_time, (after - before) / 2
 
 
-def to_first_rank(begin: ClockOffset, end: ClockOffset) -> Callable[[float], float]:
+def make_clock_converter(begin: ClockOffset, end: ClockOffset) -> Callable[[float], float]:
     """Conversion from a rank's clock to rank 0's, from two measurements with linear drift in between."""
     elapsed = end.measured_at - begin.measured_at
     drift = (end.seconds - begin.seconds) / elapsed if elapsed > 0 else 0.0

@@ -18,7 +18,7 @@ class DeviceClock:
     def __init__(self, device: torch.device, module: Any = None) -> None:
         self._device = device
         self._module = module or torch.get_device_module(device)
-        self._begin = self._compare()
+        self._begin = self._sample_clocks()
 
     def record_event(self) -> Any:
         """Record a timing event in the calling thread's current stream."""
@@ -34,12 +34,12 @@ class DeviceClock:
         because events measure elapsed time in single precision.
         """
         begin_event, begin = self._begin
-        end_event, end = self._compare()
+        end_event, end = self._sample_clocks()
         ticks = begin_event.elapsed_time(end_event)
         seconds_per_tick = (end - begin) / ticks if ticks > 0 else 1e-3
         return [begin + seconds_per_tick * begin_event.elapsed_time(event) for event in events]
 
-    def _compare(self) -> tuple[Any, float]:
+    def _sample_clocks(self) -> tuple[Any, float]:
         self._module.synchronize(self._device)
         before = time.perf_counter()
         event = self.record_event()

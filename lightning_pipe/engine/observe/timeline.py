@@ -76,7 +76,7 @@ def on_clock(clock: Callable[[float], float], bars: Iterable[Bar]) -> list[Bar]:
     ]
 
 
-def in_iterations(bars: Iterable[Bar], tasks: Iterable[Bar]) -> list[Bar]:
+def assign_iterations_to_bars(bars: Iterable[Bar], tasks: Iterable[Bar]) -> list[Bar]:
     """Assign to each bar the iteration of the main thread's task during which it began; None without such a task."""
     assigned = []
     tasks_by_start = deque(
@@ -100,7 +100,7 @@ class Timeline:
 
     def __init__(self, bars: Iterable[Bar], dependencies: Sequence[Dependency] = ()) -> None:
         unsorted = list(bars)
-        order = {key: position for position, key in enumerate(_lanes(unsorted))}
+        order = {key: position for position, key in enumerate(_sort_lanes(unsorted))}
         self.bars = tuple(sorted(unsorted, key=lambda bar: (order[bar.rank, bar.lane], bar.start, -bar.end)))
         self._needs: dict[str, list[Dependency]] = defaultdict(list)
         for dependency in dependencies:
@@ -117,12 +117,12 @@ class Timeline:
         return (*self._arrows_of_tasks(), *self._arrows_of_microbatches())
 
     @cached_property
-    def outer(self) -> frozenset[int]:
+    def enclosing_bar_positions(self) -> frozenset[int]:
         """Positions of bars that enclose others: bars of the same lane, or micro-batch bars of another thread."""
-        return frozenset(self._inside)
+        return frozenset(self._enclosed_bars)
 
     @cached_property
-    def _inside(self) -> dict[int, list[int]]:
+    def _enclosed_bars(self) -> dict[int, list[int]]:
         """Positions of bars that enclose others, with the positions of those bars."""
         enclosed = {task: list(waited_for) for task, waited_for in self._waiting_tasks.items()}
         open_bars: list[int] = []
@@ -173,11 +173,16 @@ class Timeline:
         a rank, ``"between tasks"`` for other work of the thread, such as hooks and the data loader, or ``"in NAME"``
         for other work of the task called NAME, which encloses bars.
         """
-        return tuple(wait for source, target in self.critical_steps for wait in self._waits(source, target))
+        return tuple(
+            wait for source, target in self.critical_steps for wait in self._split_wait_by_reason(source, target)
+        )
 
-    def _waits(self, source: int, target: int) -> list[Bar]:
+    def _split_wait_by_reason(self, source: int, target: int) -> list[Bar]:
         source_bar, target_bar = self.bars[source], self.bars[target]
-        source_task, target_task = self._around.get(source), self._around.get(target)
+        source_task, target_task = (
+            self._outermost_enclosing_bars.get(source),
+            self._outermost_enclosing_bars.get(target),
+        )
         start, end = source_bar.end, target_bar.start
         reason = (
             TRANSFER
@@ -190,31 +195,35 @@ class Timeline:
         if reason != TRANSFER and source_task != target_task:
             exit_time = start if source_task is None else min(max(start, self.bars[source_task].end), end)
             entry_time = end if target_task is None else max(min(end, self.bars[target_task].start), exit_time)
-            parts = [(self._in(source_task), start, exit_time), (reason, exit_time, entry_time)]
-            parts.append((self._in(target_task), entry_time, end))
+            parts = [(self._describe_enclosing_bar(source_task), start, exit_time), (reason, exit_time, entry_time)]
+            parts.append((self._describe_enclosing_bar(target_task), entry_time, end))
         elif reason == BETWEEN_TASKS and source_task is not None:
-            parts = [(self._in(source_task), start, end)]
+            parts = [(self._describe_enclosing_bar(source_task), start, end)]
         return [
             Bar(target_bar.rank, target_bar.lane, name, CRITICAL_WAIT, begin, until, target_bar.iteration)
             for name, begin, until in parts
             if begin < until
         ]
 
-    def _in(self, around: int | None) -> str:
+    def _describe_enclosing_bar(self, around: int | None) -> str:
         return "" if around is None else f"in {self.bars[around].name}"
 
     @cached_property
-    def _around(self) -> dict[int, int]:
+    def _outermost_enclosing_bars(self) -> dict[int, int]:
         """Position of the outermost bar that encloses a bar."""
-        return {inner: outer for outer in sorted(self._inside, reverse=True) for inner in self._inside[outer]}
+        return {
+            inner: outer for outer in sorted(self._enclosed_bars, reverse=True) for inner in self._enclosed_bars[outer]
+        }
 
     @cached_property
     def _path(self) -> list[tuple[int | None, int]]:
-        leaves = [p for p, bar in enumerate(self.bars) if p not in self.outer and bar.kind not in WAITS]
+        leaves = [
+            p for p, bar in enumerate(self.bars) if p not in self.enclosing_bar_positions and bar.kind not in WAITS
+        ]
         before = self._predecessors(leaves)
         path: list[tuple[int | None, int]] = []
         seen: set[int] = set()
-        for ranks in self._joined_ranks():
+        for ranks in self._group_connected_ranks():
             of_ranks = (p for p in leaves if self.bars[p].rank in ranks)
             position: int | None = max(of_ranks, key=lambda p: self.bars[p].end, default=None)
             while position is not None and position not in seen:
@@ -229,24 +238,24 @@ class Timeline:
     def _predecessors(self, leaves: Sequence[int]) -> dict[int, list[int]]:
         """Bars that each bar had to wait for. A bar that encloses others is represented by those others."""
         within = {position: [position] for position in leaves}
-        within.update({outer: [p for p in inner if p in within] for outer, inner in self._inside.items()})
+        within.update({outer: [p for p in inner if p in within] for outer, inner in self._enclosed_bars.items()})
         last = {p: [max(inner, key=lambda p: self.bars[p].end)] for p, inner in within.items() if inner}
         before: dict[int, list[int]] = defaultdict(list)
 
-        def follows(target: int, sources: Iterable[int]) -> None:
+        def add_predecessor_bars(target: int, sources: Iterable[int]) -> None:
             for position in within.get(target, ()):
                 before[position].extend(sources)
 
         for source, target in self.arrows:
-            follows(target, last.get(source, ()))
+            add_predecessor_bars(target, last.get(source, ()))
         lanes: dict[tuple[int, str], list[int]] = defaultdict(list)
         for position in sorted({*leaves, *self._waiting_tasks}):
             lanes[self._lane(position)].append(position)
-        of_schedules = self._last_of_schedules(leaves)
+        of_schedules = self._find_last_bars_by_schedule(leaves)
         for previous, following in (pair for lane in lanes.values() for pair in pairwise(lane)):
-            follows(following, last[previous])
+            add_predecessor_bars(following, last[previous])
             if self.bars[previous].stage is not None and self.bars[following].stage is None:
-                follows(following, of_schedules[self._schedule(previous)])
+                add_predecessor_bars(following, of_schedules[self._get_pipeline_and_iteration(previous)])
         for position in leaves:
             submitted, tasks = self.bars[position].submitted, lanes[self.bars[position].rank, MAIN]
             if submitted is not None:
@@ -261,17 +270,17 @@ class Timeline:
                 before[position].extend(before[min(launching, key=lambda p: self.bars[p].start)])
         return before
 
-    def _last_of_schedules(self, leaves: Iterable[int]) -> dict[tuple[int, int | None], list[int]]:
+    def _find_last_bars_by_schedule(self, leaves: Iterable[int]) -> dict[tuple[int, int | None], list[int]]:
         """Last bar of each rank in each schedule of micro-batches."""
         last: dict[tuple[int, int | None], dict[int, int]] = defaultdict(dict)
         for position in leaves:  # sorted by lane and start
             if self.bars[position].stage is not None:
-                of_rank, rank = last[self._schedule(position)], self.bars[position].rank
+                of_rank, rank = last[self._get_pipeline_and_iteration(position)], self.bars[position].rank
                 if rank not in of_rank or self.bars[of_rank[rank]].end <= self.bars[position].end:
                     of_rank[rank] = position
         return defaultdict(list, {schedule: list(of_rank.values()) for schedule, of_rank in last.items()})
 
-    def _schedule(self, position: int) -> tuple[int, int | None]:
+    def _get_pipeline_and_iteration(self, position: int) -> tuple[int, int | None]:
         return self.bars[position].pipeline, self.bars[position].iteration
 
     def _lane(self, position: int) -> tuple[int, str]:
@@ -302,13 +311,13 @@ class Timeline:
                 last[key] = position
         arrows: list[Arrow] = []
         for (pipeline, iteration, microbatch, stage, kind), target in first.items():
-            for needed_stage, needed_kind in _needs(stage, kind):
+            for needed_stage, needed_kind in _get_microbatch_dependencies(stage, kind):
                 source = last.get((pipeline, iteration, microbatch, needed_stage, needed_kind))
                 if source is not None:
                     arrows.append((source, target))
         return arrows
 
-    def _joined_ranks(self) -> list[set[int]]:
+    def _group_connected_ranks(self) -> list[set[int]]:
         joined = {bar.rank: {bar.rank} for bar in self.bars}
         for source, target in self.arrows:
             source_ranks, target_ranks = joined[self.bars[source].rank], joined[self.bars[target].rank]
@@ -319,7 +328,7 @@ class Timeline:
         return list({id(ranks): ranks for ranks in joined.values()}.values())
 
 
-def _needs(stage: int, kind: str) -> list[tuple[int, str]]:
+def _get_microbatch_dependencies(stage: int, kind: str) -> list[tuple[int, str]]:
     """Preceding work on the same micro-batch, as (stage, kind) pairs."""
     if kind == FORWARD:
         return [(stage - 1, FORWARD)]
@@ -335,6 +344,6 @@ def _inside(bar: Bar, enclosing: Bar) -> bool:
     return same_lane and enclosing.start <= bar.start < enclosing.end and bar.end <= enclosing.end
 
 
-def _lanes(bars: Iterable[Bar]) -> list[tuple[int, str]]:
+def _sort_lanes(bars: Iterable[Bar]) -> list[tuple[int, str]]:
     keys = dict.fromkeys((bar.rank, bar.lane) for bar in bars)
     return sorted(keys, key=lambda key: (key[0], key[1] != MAIN, key[1].startswith("stream ")))

@@ -12,7 +12,8 @@ from typing import Any
 
 from lightning_pipe.engine.observe.device_clock import DeviceClock
 
-# State that :meth:`Trace.begin` returns for :meth:`Trace.end`: position in the order, host clock, event in the stream.
+# State that :meth:`Trace.begin_span` returns for :meth:`Trace.end_span`: position in the order, host clock, event in
+# the stream.
 Begun = tuple[int, float, Any]
 
 
@@ -55,7 +56,7 @@ def median_task_seconds(spans: Iterable[TaskSpan]) -> dict[str, float]:
     return {task: statistics.median(seconds) for task, seconds in times.items()}
 
 
-class Trace:
+class TraceRecorder:
     """Collects spans from all threads."""
 
     def __init__(self, max_spans: int | None = None, device_clock: DeviceClock | None = None) -> None:
@@ -66,12 +67,12 @@ class Trace:
         )
         self._device_clock = device_clock
 
-    def begin(self) -> Begun:
+    def begin_span(self) -> Begun:
         """Begin a span. Called with the task's stream as the current one."""
         mark = self._device_clock.record_event() if self._device_clock else None
         return next(self._order), time.perf_counter(), mark
 
-    def end(
+    def end_span(
         self,
         task: str,
         iteration: int,

@@ -20,7 +20,7 @@ def partition_contiguously(
 ) -> list[int]:
     """Number of items in each share."""
 
-    def best(limit: float, squares: bool) -> tuple[float, list[int]]:
+    def find_best_partition(limit: float, squares: bool) -> tuple[float, list[int]]:
         """Lowest score of all cuts whose shares cost at most *limit*, and the ends of the shares of the best cut."""
         reached: dict[int, tuple[float, list[int]]] = {0: (0.0, [])}  # keys are the ends of the last share
         for share in range(shares):
@@ -37,7 +37,7 @@ def partition_contiguously(
             reached = further
         return reached[items]
 
-    limit, ends = best(math.inf, squares=False)
+    limit, ends = find_best_partition(math.inf, squares=False)
     if most_even:
-        _, ends = best(limit, squares=True)
+        _, ends = find_best_partition(limit, squares=True)
     return [end - first for first, end in pairwise(sorted([0, *map(abs, ends)]))]

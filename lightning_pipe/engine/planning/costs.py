@@ -75,11 +75,11 @@ class Machine:
                 " number above 0 in this range."
             )
 
-    def lanes_of(self, resource: Resource) -> float:
+    def count_resource_lanes(self, resource: Resource) -> float:
         """Number of users that *resource* serves at full speed."""
         return self.cores if resource == "compute" else 1.0
 
-    def by_device(self, cost: TaskCost) -> bool:
+    def runs_on_device(self, cost: TaskCost) -> bool:
         """Return True if the device does the work of *cost* while its thread continues."""
         return self.device_streams and cost.resource not in THREAD_BLOCKING_RESOURCES
 
@@ -91,21 +91,23 @@ class Load(NamedTuple):
     seconds: float
 
 
-def resource_loads(cost: TaskCost, machine: Machine) -> list[Load]:
+def split_cost_by_resource(cost: TaskCost, machine: Machine) -> list[Load]:
     """All work of one run of a task. *cost* must come from :func:`convert_costs_to_seconds`."""
     assert isinstance(cost.background, float | int)
     candidates = [Load(cost.resource, cost.seconds), Load(cost.background_resource, cost.background)]
-    if machine.by_device(cost):
+    if machine.runs_on_device(cost):
         candidates.append(Load("host", cost.launch))
     return [load for load in candidates if load.seconds > 0]
 
 
-def used(costs: Mapping[str, TaskCost], machine: Machine) -> dict[Resource, float]:
+def sum_seconds_by_resource(costs: Mapping[str, TaskCost], machine: Machine) -> dict[Resource, float]:
     """Seconds per iteration for which each resource is in use, averaged over its lanes."""
     seconds: dict[Resource, float] = {}
     for cost in costs.values():
-        for load in resource_loads(cost, machine):
-            seconds[load.resource] = seconds.get(load.resource, 0.0) + load.seconds / machine.lanes_of(load.resource)
+        for load in split_cost_by_resource(cost, machine):
+            seconds[load.resource] = seconds.get(load.resource, 0.0) + load.seconds / machine.count_resource_lanes(
+                load.resource
+            )
     return seconds
 
 
@@ -143,7 +145,7 @@ def convert_costs_to_seconds(
     return checked
 
 
-def zero_resource_cost(cost: TaskCost, resource: Resource) -> TaskCost:
+def remove_resource_from_cost(cost: TaskCost, resource: Resource) -> TaskCost:
     """Copy of *cost* in which the work on *resource* takes no time."""
     return replace(
         cost,
@@ -163,7 +165,7 @@ def _followers(tasks: Sequence[PipelineTask]) -> dict[str, set[str]]:
     return after
 
 
-def awaited(costs: Mapping[str, TaskCost]) -> Iterable[tuple[str, str]]:
+def list_background_work_waiters(costs: Mapping[str, TaskCost]) -> Iterable[tuple[str, str]]:
     """Pairs of a task with background work and the other task that waits for this work."""
     for name, cost in costs.items():
         if cost.waited_by is not None and cost.waited_by != name and cost.background:

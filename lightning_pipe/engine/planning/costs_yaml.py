@@ -35,7 +35,7 @@ _EXAMPLE = "the example in docs/simulation.md"
 
 
 @dataclass(frozen=True)
-class CostsFile:
+class CostsSpec:
     """Contents of a costs file."""
 
     tasks: Mapping[str, TaskCost] = field(default_factory=dict)
@@ -51,7 +51,7 @@ class CostsFile:
         return any(isinstance(cost.background, Collective) for cost in self.tasks.values())
 
 
-def load_costs(text: str) -> CostsFile:
+def load_costs(text: str) -> CostsSpec:
     """Parse costs from YAML *text* in the format of this module's docstring."""
     content = load_mapping(text, "file of costs", _KEYS, compare=_EXAMPLE)
     tasks = content.get("tasks")
@@ -64,17 +64,17 @@ def load_costs(text: str) -> CostsFile:
     streams = content.get("device_streams", False)
     check_choice("device_streams of the costs", streams, (False, True), PlanError)
     cores = content.get("cores")
-    return CostsFile(
-        {str(name): _cost(str(name), cost) for name, cost in tasks.items()},
-        _number("between_ms of the costs", content.get("between_ms", 0.0)) / 1e3,
-        None if cores is None else _number("cores of the costs", cores),
+    return CostsSpec(
+        {str(name): _parse_task_cost(str(name), cost) for name, cost in tasks.items()},
+        _parse_number("between_ms of the costs", content.get("between_ms", 0.0)) / 1e3,
+        None if cores is None else _parse_number("cores of the costs", cores),
         streams,
-        None if latency is None else _parsed("the network of the costs", parse_duration, latency),
-        None if bandwidth is None else _parsed("the network of the costs", parse_bandwidth, bandwidth),
+        None if latency is None else _parse_quantity("the network of the costs", parse_duration, latency),
+        None if bandwidth is None else _parse_quantity("the network of the costs", parse_bandwidth, bandwidth),
     )
 
 
-def _cost(name: str, entry: Any) -> TaskCost:
+def _parse_task_cost(name: str, entry: Any) -> TaskCost:
     where = f"task {name!r} of the costs"
     if isinstance(entry, int | float) and not isinstance(entry, bool):
         entry = {"ms": entry}
@@ -88,26 +88,26 @@ def _cost(name: str, entry: Any) -> TaskCost:
     waited_by = None if entry.get("waited_by") is None else str(entry["waited_by"])
     background: float | Collective = 0.0
     if kinds == ["background_ms"]:
-        background = _number(f"background_ms of {where}", entry["background_ms"]) / 1e3
+        background = _parse_number(f"background_ms of {where}", entry["background_ms"]) / 1e3
     elif kinds:
         kind = next(known_kind for known_kind in _KINDS if known_kind == kinds[0])
-        background = Collective(kind, _parsed(where, parse_size, entry[kind]))
+        background = Collective(kind, _parse_quantity(where, parse_size, entry[kind]))
     resource, background_resource = entry.get("resource", "compute"), entry.get("background_resource", "network")
-    seconds = _number(f"ms of {where}", entry.get("ms", 0.0)) / 1e3
-    launch = _number(f"launch_ms of {where}", entry.get("launch_ms", 0.0)) / 1e3
+    seconds = _parse_number(f"ms of {where}", entry.get("ms", 0.0)) / 1e3
+    launch = _parse_number(f"launch_ms of {where}", entry.get("launch_ms", 0.0)) / 1e3
     try:
         return TaskCost(seconds, resource, background, background_resource, waited_by, launch)
     except PlanError as error:
         raise PlanError(f"{where} is not valid: {error}") from error
 
 
-def _number(subject: str, value: Any) -> float:
+def _parse_number(subject: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= _MOST:
         raise PlanError(f"{subject} must be a number from 0 to {_MOST:g}, got {short_repr(value)}. Correct the value.")
     return float(value)
 
 
-def _parsed(subject: str, parse: Any, value: Any) -> float:
+def _parse_quantity(subject: str, parse: Any, value: Any) -> float:
     try:
         return float(parse(str(value)))
     except SetupError as error:

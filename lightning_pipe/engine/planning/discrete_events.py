@@ -1,7 +1,7 @@
 """Discrete-event simulation: a simulated clock, processes, signals and shared resources.
 
-A process is a generator that stands for a thread. It yields a :class:`Signal` or a :class:`ResourceUse` to wait for,
-and continues when the signal is set or the use is complete.
+A process is a generator that stands for a thread. It yields a :class:`Signal` or a :class:`ResourceRequest` to wait
+for, and continues when the signal is set or the use is complete.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Signal:
 
 
 @dataclass(slots=True, eq=False)
-class ResourceUse:
+class ResourceRequest:
     """Use of a resource, in seconds at full speed."""
 
     resource: SharedResource
@@ -38,7 +38,7 @@ class Process:
     """Generator that an :class:`EventLoop` runs."""
 
     name: Hashable
-    body: Generator[Signal | ResourceUse, None, None]
+    body: Generator[Signal | ResourceRequest, None, None]
 
 
 class SharedResource:
@@ -65,20 +65,20 @@ class SharedResource:
         else:
             self._virtual = 0.0
         heapq.heappush(self._users, (self._virtual + seconds, next(self._count), process))
-        self._go_on(now)
+        self._update_due_time(now)
 
     def pop_finished(self) -> Process:
         """Remove and return the user that finishes at :attr:`due`."""
         self._virtual, _, process = heapq.heappop(self._users)
-        self._go_on(self.due)
+        self._update_due_time(self.due)
         return process
 
-    def remaining(self, now: float) -> list[tuple[Process, float]]:
+    def list_remaining_work(self, now: float) -> list[tuple[Process, float]]:
         """Users, each with the seconds at full speed that remain for it."""
         virtual = self._virtual + (now - self._since) * self._speed
         return [(process, target - virtual) for target, _, process in self._users]
 
-    def _go_on(self, now: float) -> None:
+    def _update_due_time(self, now: float) -> None:
         self._since = now
         if not self._users:
             self.due = math.inf
@@ -95,11 +95,11 @@ class EventLoop:
         self.resources = list(resources)
         self._ready: deque[Process] = deque()
 
-    def start(self, process: Process) -> None:
+    def start_process(self, process: Process) -> None:
         """Run *process*, after the processes that are already ready."""
         self._ready.append(process)
 
-    def set(self, signal: Signal) -> None:
+    def set_signal(self, signal: Signal) -> None:
         """Set *signal*, so that all processes that wait for it continue."""
         signal.is_set = True
         self._ready.extend(signal.waiting)
@@ -109,16 +109,16 @@ class EventLoop:
         """Run until no process can continue."""
         while True:
             while self._ready:
-                self._step(self._ready.popleft())
+                self._resume_process(self._ready.popleft())
             resource = min(self.resources, key=attrgetter("due"))
             if resource.due == math.inf:
                 return
             self.now = resource.due
             self._ready.append(resource.pop_finished())
 
-    def _step(self, process: Process) -> None:
+    def _resume_process(self, process: Process) -> None:
         for request in process.body:
-            if isinstance(request, ResourceUse):
+            if isinstance(request, ResourceRequest):
                 request.resource.add(process, request.seconds, self.now)
                 return
             if not request.is_set:

@@ -29,7 +29,7 @@ def interquartile_mean(seconds: Sequence[float]) -> float:
     return statistics.fmean(sorted(seconds)[cut : len(seconds) - cut])
 
 
-def choose_plan(measured: Mapping[K, Sequence[float]], hand_written: Collection[K]) -> K:
+def choose_measured_plan(measured: Mapping[K, Sequence[float]], hand_written: Collection[K]) -> K:
     """The best hand-written plan, or the fastest found plan if it is faster beyond noise.
 
     The best hand-written plan has the lowest typical time (see :func:`interquartile_mean`). A found plan must meet two
@@ -37,13 +37,13 @@ def choose_plan(measured: Mapping[K, Sequence[float]], hand_written: Collection[
     hand-written plan to pass a sign test of the paired rounds. The level of the test is 5 %, divided among the found
     plans (Bonferroni correction). With few rounds no plan can pass it (see :func:`max_generated_plans`).
     """
-    running, best = _running(measured), best_hand_written(measured, hand_written)
+    running, best = _list_surviving_plans(measured), find_best_hand_written_plan(measured, hand_written)
     to_beat = measured[best]
     needed = _wins_needed(len(to_beat), sum(name not in hand_written for name in measured))
 
     def is_faster(name: K) -> bool:
         gain = interquartile_mean(measured[name]) < (1 - _GAIN) * interquartile_mean(to_beat)
-        return gain and _wins(measured[name], to_beat) >= needed
+        return gain and _count_wins(measured[name], to_beat) >= needed
 
     generated = [name for name in running if name not in hand_written]
     return min(filter(is_faster, generated), key=lambda name: interquartile_mean(measured[name]), default=best)
@@ -57,46 +57,46 @@ def select_survivors(
     A hand-written plan drops out if it loses a sign test at the 5 % level against the best hand-written plan. A found
     plan also drops out if it loses this test against the plan with the lowest typical time.
     """
-    running = _running(measured)
+    running = _list_surviving_plans(measured)
     rounds = len(measured[running[0]])
     needed = _wins_needed(rounds, 1)
     first = min(running, key=lambda name: interquartile_mean(measured[name]))
-    best = best_hand_written(measured, hand_written)
+    best = find_best_hand_written_plan(measured, hand_written)
 
-    def loses(name: K) -> bool:
+    def is_eliminated(name: K) -> bool:
         # The fastest found plan may still not be chosen, so hand-written plans do not drop out because of it.
         rivals = (best,) if name in hand_written else (best, first)
         too_slow = interquartile_mean(measured[name]) > drop_above * interquartile_mean(measured[best])
-        return too_slow or any(_wins(measured[rival], measured[name]) >= needed for rival in rivals)
+        return too_slow or any(_count_wins(measured[rival], measured[name]) >= needed for rival in rivals)
 
-    left = [name for name in running if name == best or not loses(name)]
-    choice = choose_plan(measured, hand_written)
+    left = [name for name in running if name == best or not is_eliminated(name)]
+    choice = choose_measured_plan(measured, hand_written)
     return [] if {choice, best}.issuperset(left) else left
 
 
-def best_hand_written(measured: Mapping[K, Sequence[float]], hand_written: Collection[K]) -> K:
+def find_best_hand_written_plan(measured: Mapping[K, Sequence[float]], hand_written: Collection[K]) -> K:
     """Hand-written plan with the lowest typical time, among those that have not dropped out."""
     return min(
-        (name for name in _running(measured) if name in hand_written),
+        (name for name in _list_surviving_plans(measured) if name in hand_written),
         key=lambda name: interquartile_mean(measured[name]),
     )
 
 
 def max_generated_plans(rounds: int) -> int:
-    """Maximum number of found plans for which :func:`choose_plan` can still choose one after *rounds* rounds.
+    """Maximum number of found plans for which :func:`choose_measured_plan` can still choose one after *rounds* rounds.
 
     For example 0 in 4 rounds, 1 in 5, 3 in 6, and 6 in 7.
     """
     return int(_CHANCE * 2**rounds)
 
 
-def _running(measured: Mapping[K, Sequence[float]]) -> list[K]:
+def _list_surviving_plans(measured: Mapping[K, Sequence[float]]) -> list[K]:
     """Plans that have not dropped out."""
     rounds = max(map(len, measured.values()))
     return [name for name, times in measured.items() if len(times) == rounds]
 
 
-def _wins(times: Sequence[float], rival_times: Sequence[float]) -> int:
+def _count_wins(times: Sequence[float], rival_times: Sequence[float]) -> int:
     return sum(seconds < rival_seconds for seconds, rival_seconds in zip(times, rival_times, strict=True))
 
 

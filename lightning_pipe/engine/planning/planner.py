@@ -40,14 +40,14 @@ def propose_plan_variants(
     first. Of plans that differ only in the order within a period, the fastest one counts.
     """
 
-    def predicted(plan: PipelinePlan, without: str | None = None) -> float:
+    def predict_seconds(plan: PipelinePlan, without: str | None = None) -> float:
         """Simulated seconds per iteration, to three digits: smaller differences have no meaning."""
         of_tasks = costs if without is None else {**costs, without: NO_COST}
         return float(f"{simulate(plan, of_tasks, machine, max_iterations=_ITERATIONS).seconds_per_iteration:.3g}")
 
     def placement(plan: PipelinePlan) -> tuple[Any, ...]:
         """Stage, thread and stream of each task, without the names of threads."""
-        groups = {group: number for number, group in enumerate(plan.thread_groups)}
+        groups = {group: number for number, group in enumerate(plan.thread_group_names)}
         return tuple(
             (where.stage, groups[where.thread_group], machine.device_streams and where.stream)
             for where in plan.schedule.values()
@@ -57,17 +57,17 @@ def propose_plan_variants(
     best: dict[tuple[Any, ...], PipelinePlan] = {}  # by placement
     seen: set[tuple[Any, ...]] = set()  # placements with their orders
 
-    def add(plan: PipelinePlan) -> None:
+    def add_candidate(plan: PipelinePlan) -> None:
         place = placement(plan)
         if plan.pipeline_depth > max_in_flight or (place, plan.order) in seen:
             return
         seen.add((place, plan.order))
-        ranks[plan] = (predicted(plan), plan.pipeline_depth, len(plan.thread_groups))
+        ranks[plan] = (predict_seconds(plan), plan.pipeline_depth, len(plan.thread_group_names))
         if place not in best or ranks[plan] < ranks[best[place]]:
             best[place] = plan
 
     for plan in hand_written:
-        add(plan)
+        add_candidate(plan)
     expanded: set[PipelinePlan] = set()
     for _ in range(_EXPANDED):
         base = min((plan for plan in best.values() if plan not in expanded), key=ranks.__getitem__, default=None)
@@ -75,9 +75,9 @@ def propose_plan_variants(
             break
         expanded.add(base)
         for task in base.tasks:
-            if task in movable and predicted(base, without=task) < ranks[base][0]:
+            if task in movable and predict_seconds(base, without=task) < ranks[base][0]:
                 for plan in _moved(base, task, movable, task in on_workers, submitted_before):
-                    add(plan)
+                    add_candidate(plan)
     variants = sorted((plan for plan in best.values() if plan not in hand_written), key=ranks.__getitem__)
     return [
         PipelinePlan.from_spec(replace(plan.spec, name=f"auto_{number}"), plan.tasks.values())
@@ -94,12 +94,12 @@ def _moved(
 ) -> Iterator[PipelinePlan]:
     """Valid plans in which *task* has another stage, thread or place in the period."""
     where = plan.schedule[task]
-    groups = dict.fromkeys((*plan.thread_groups, task)) if any_thread else (where.thread_group,)
+    groups = dict.fromkeys((*plan.thread_group_names, task)) if any_thread else (where.thread_group,)
     other_tasks = [name for name in plan.order if name != task]
     for stage in (where.stage, where.stage + 1):
         for group in groups:
             schedule = {**plan.schedule, task: replace(where, stage=stage, thread_group=group)}
-            _raise_upstream(plan, schedule)
+            _increase_upstream_stages(plan, schedule)
             if any(schedule[name] != plan.schedule[name] and name not in movable for name in schedule):
                 continue
             before = [
@@ -119,7 +119,7 @@ def _moved(
                     break
 
 
-def _raise_upstream(plan: PipelinePlan, schedule: dict[str, TaskSchedule]) -> None:
+def _increase_upstream_stages(plan: PipelinePlan, schedule: dict[str, TaskSchedule]) -> None:
     """Move tasks ahead in *schedule* as far as the tasks that depend on them need."""
     changed = True
     while changed:

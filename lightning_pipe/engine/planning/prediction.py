@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from lightning_pipe.engine.planning.costs import RESOURCES, Machine, Resource, TaskCost, zero_resource_cost
+from lightning_pipe.engine.planning.costs import RESOURCES, Machine, Resource, TaskCost, remove_resource_from_cost
 from lightning_pipe.engine.planning.network import Collective
 from lightning_pipe.engine.planning.simulation import SimulatedRun, simulate
 from lightning_pipe.engine.plans.plan import PipelinePlan
@@ -47,8 +47,8 @@ def predict(plan: PipelinePlan, costs: Mapping[str, TaskCost], machine: Machine)
     """Simulate *plan*, the serial plan for comparison, and *plan* without the work on each resource."""
     run = simulate(plan, costs, machine)
 
-    def saved(resource: Resource) -> float:
-        reduced_costs = {name: zero_resource_cost(cost, resource) for name, cost in run.costs.items()}
+    def compute_exposed_seconds(resource: Resource) -> float:
+        reduced_costs = {name: remove_resource_from_cost(cost, resource) for name, cost in run.costs.items()}
         return run.seconds_per_iteration - simulate(plan, reduced_costs, machine).seconds_per_iteration
 
     serial = PipelinePlan([(task, TaskSchedule()) for task in plan.tasks.values()], name="serial")
@@ -58,7 +58,7 @@ def predict(plan: PipelinePlan, costs: Mapping[str, TaskCost], machine: Machine)
         plan.name,
         machine.network.ranks if machine.network else None,
         seconds,
-        {resource: saved(resource) for resource in RESOURCES if resource in run.utilization},
+        {resource: compute_exposed_seconds(resource) for resource in RESOURCES if resource in run.utilization},
         run.utilization,
         serial_seconds / seconds if seconds else 1.0,
     )
@@ -71,13 +71,13 @@ def find_scaling_break(
     network = machine.network
     assert network is not None
 
-    def run(ranks: int) -> SimulatedRun:
+    def simulate_with_ranks(ranks: int) -> SimulatedRun:
         return simulate(plan, costs, replace(machine, network=replace(network, ranks=ranks)))
 
-    first = run(fewest)
+    first = simulate_with_ranks(fewest)
     powers = [2**power for power in range(most.bit_length()) if fewest < 2**power <= most]
     for ranks in (*powers, most):
-        later = run(ranks)
+        later = simulate_with_ranks(ranks)
         if later.seconds_per_iteration > _WORSE * first.seconds_per_iteration:
             grown = {name: seconds - first.exposed[name] for name, seconds in later.exposed.items()}
             task = max(grown, key=lambda name: grown[name])
@@ -87,4 +87,4 @@ def find_scaling_break(
                 larger_network = replace(network, ranks=ranks)
                 latency = larger_network.seconds(replace(message, bytes=0.0)) / larger_network.seconds(message)
             return ScalingBreak(plan.name, ranks, later.seconds_per_iteration, task, grown[task], latency)
-    return ScalingBreak(plan.name, None, run(most).seconds_per_iteration, "", 0.0, 0.0)
+    return ScalingBreak(plan.name, None, simulate_with_ranks(most).seconds_per_iteration, "", 0.0, 0.0)

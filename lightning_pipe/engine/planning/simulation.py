@@ -7,7 +7,14 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from lightning_pipe.engine.observe.timeline import Bar
-from lightning_pipe.engine.planning.costs import NO_COST, Machine, Resource, TaskCost, convert_costs_to_seconds, used
+from lightning_pipe.engine.planning.costs import (
+    NO_COST,
+    Machine,
+    Resource,
+    TaskCost,
+    convert_costs_to_seconds,
+    sum_seconds_by_resource,
+)
 from lightning_pipe.engine.planning.simulated_threads import SimulatedThreads
 from lightning_pipe.engine.plans.plan import PipelinePlan
 
@@ -27,7 +34,7 @@ class SimulatedRun:
     @property
     def utilization(self) -> dict[Resource, float]:
         """Utilization of each resource in the steady state, averaged over its lanes, from 0 to 1."""
-        in_use = used(self.costs, self.machine)
+        in_use = sum_seconds_by_resource(self.costs, self.machine)
         return {resource: seconds / self.seconds_per_iteration for resource, seconds in in_use.items()}
 
     @cached_property
@@ -60,5 +67,5 @@ def simulate(
     count = threads.repeats_after or len(retired) // 2
     seconds = (retired[-1] - retired[-1 - count]) / count
     # In the long run, an iteration cannot take less time than the work that no task waits for.
-    seconds = max(seconds, *used(costs, machine).values(), 0.0)
+    seconds = max(seconds, *sum_seconds_by_resource(costs, machine).values(), 0.0)
     return SimulatedRun(plan, costs, machine, seconds, bool(threads.repeats_after), tuple(retired), tuple(threads.work))

@@ -18,7 +18,7 @@ CHECK = "LIGHTNING_PIPE_CHECK_CONTEXTS"
 _FREE = frozenset({"iter_idx"})
 
 
-def checks_contexts() -> bool:
+def is_context_check_enabled() -> bool:
     """Return True if the environment enables checked contexts. Only tasks created afterwards are checked."""
     return os.environ.get(CHECK, "") not in ("", "0")
 

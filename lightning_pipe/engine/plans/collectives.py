@@ -41,7 +41,7 @@ def assign_sequencers(
     sequences: list[list[PipelineTask]] = []
     for task in ordered:
         joined = [task]
-        for sequence in [sequence for sequence in sequences if has_streams or _share(task, sequence)]:
+        for sequence in [sequence for sequence in sequences if has_streams or _shares_process_group(task, sequence)]:
             sequences.remove(sequence)
             joined += sequence
         sequences.append(joined)
@@ -49,7 +49,7 @@ def assign_sequencers(
     return {task.name: number for number, sequence in enumerate(several) for task in sequence}
 
 
-def _share(task: PipelineTask, members: Collection[PipelineTask]) -> bool:
+def _shares_process_group(task: PipelineTask, members: Collection[PipelineTask]) -> bool:
     return any(
         not task.collectives or not member.collectives or set(task.collectives) & set(member.collectives)
         for member in members

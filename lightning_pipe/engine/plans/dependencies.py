@@ -65,15 +65,21 @@ def required_dependencies(
     dependencies: dict[Dependency, None] = {}
     # Two loops over the same names, because a State and a context field may have the same name.
     for name in names:
-        for dependency in _conflicts(_accesses(tasks, name, False, 1), f"field {str(name)!r}", frozenset()):
+        for dependency in _derive_dependencies(
+            _list_task_accesses_to_field(tasks, name, False, 1), f"field {str(name)!r}", frozenset()
+        ):
             dependencies.setdefault(dependency)
     for name in names:
-        for dependency in _conflicts(_accesses(tasks, name, True, iterations), repr(State(name)), without):
+        for dependency in _derive_dependencies(
+            _list_task_accesses_to_field(tasks, name, True, iterations), repr(State(name)), without
+        ):
             dependencies.setdefault(dependency)
     return tuple(dependencies)
 
 
-def _accesses(tasks: Sequence[PipelineTask], name: str, is_state: bool, iterations: int) -> list[_Access]:
+def _list_task_accesses_to_field(
+    tasks: Sequence[PipelineTask], name: str, is_state: bool, iterations: int
+) -> list[_Access]:
     accesses = []
     for iteration in range(iterations):
         for task in tasks:
@@ -86,7 +92,9 @@ def _accesses(tasks: Sequence[PipelineTask], name: str, is_state: bool, iteratio
     return accesses
 
 
-def _conflicts(accesses: Sequence[_Access], accessed: str, without: frozenset[Dependency]) -> Iterator[Dependency]:
+def _derive_dependencies(
+    accesses: Sequence[_Access], accessed: str, without: frozenset[Dependency]
+) -> Iterator[Dependency]:
     ordered: list[set[int]] = []  # earlier accesses that each access already follows, by index
     for index, after in enumerate(accesses):
         before_it: set[int] = set()

@@ -72,7 +72,7 @@ class PipelinePlan:
         self.required = required_dependencies(list(self.tasks.values()))
         self.stale: tuple[Dependency, ...] = ()
         for edge in spec.stale:
-            self._omit_stale(edge)
+            self._allow_stale_read(edge)
         if self.stale and not any(word in name for word in ("stale", "semi_sync")):
             raise PlanError(
                 f"plan {name!r} omits {'; '.join(map(str, self.stale))}, so its results are not exact; put 'stale' or"
@@ -107,9 +107,9 @@ class PipelinePlan:
         )
 
     @property
-    def thread_groups(self) -> tuple[str, ...]:
+    def thread_group_names(self) -> tuple[str, ...]:
         """Thread groups of the plan, ``"main"`` first, then workers in program order."""
-        return self.spec.thread_groups
+        return self.spec.thread_group_names
 
     @property
     def streams(self) -> tuple[str, ...]:
@@ -206,7 +206,7 @@ class PipelinePlan:
         self._check_known(edge[1], where)
         return Dependency(edge[0], edge[1], edge[2] if len(edge) == 3 else distance, f"listed in {where}")
 
-    def _omit_stale(self, edge: Edge) -> None:
+    def _allow_stale_read(self, edge: Edge) -> None:
         upstream, downstream, *distance = edge
         self._check_known(upstream, "stale")
         self._check_known(downstream, "stale")

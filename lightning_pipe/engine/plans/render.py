@@ -20,7 +20,7 @@ _COLUMNS = 120
 def plan_table(plan: PlanSpec, dependencies: Sequence[Dependency], stale: Sequence[Dependency]) -> str:
     """Table with one row per task, in the order in which a period submits them, fitted to the terminal width."""
     notes = []
-    table = _table()
+    table = _make_empty_table()
     for column in ("task", "stage", "stream", "thread group", "waits for"):
         table.add_column(column, justify="right" if column == "stage" else "left", overflow="fold")
     for name in plan.order:
@@ -35,7 +35,7 @@ def plan_table(plan: PlanSpec, dependencies: Sequence[Dependency], stale: Sequen
     if stale:
         notes.append("Stale dependencies: " + "; ".join(map(str, stale)) + ".")
     title = f"plan {plan.name}: {plan.pipeline_depth} batches in flight at most"
-    return _text(shutil.get_terminal_size((_COLUMNS, 24)).columns, title, table, *notes)
+    return _render_to_text(shutil.get_terminal_size((_COLUMNS, 24)).columns, title, table, *notes)
 
 
 def plan_timeline(plan: PlanSpec, iterations: int) -> str:
@@ -45,7 +45,7 @@ def plan_timeline(plan: PlanSpec, iterations: int) -> str:
     period 0. A line separates thread groups and streams: only tasks in different blocks can overlap. The table is never
     wrapped.
     """
-    table = _table()
+    table = _make_empty_table()
     table.add_column("thread group")
     table.add_column("stream")
     table.add_column("task")
@@ -53,7 +53,7 @@ def plan_timeline(plan: PlanSpec, iterations: int) -> str:
     for period in periods:
         table.add_column(str(period), justify="right")
     last_block = None
-    for group in plan.thread_groups:
+    for group in plan.thread_group_names:
         for name in plan.order:
             where = plan.schedule[name]
             if where.thread_group != group:
@@ -66,14 +66,14 @@ def plan_timeline(plan: PlanSpec, iterations: int) -> str:
             table.add_row(*(block if block != last_block else ("", "")), name, *cells)
             last_block = block
     title = f"timeline of {plan.name}: the batch that each task works on, period by period"
-    return _text(10_000, title, table)
+    return _render_to_text(10_000, title, table)
 
 
-def _table() -> ReportTable:
+def _make_empty_table() -> ReportTable:
     return ReportTable(box=box.SIMPLE, padding=(0, 1))
 
 
-def _text(width: int, *parts: str | ReportTable) -> str:
+def _render_to_text(width: int, *parts: str | ReportTable) -> str:
     # Names may contain square brackets, so markup is disabled.
     console = Console(file=io.StringIO(), width=width, color_system=None, markup=False, highlight=False, emoji=False)
     for part in parts:

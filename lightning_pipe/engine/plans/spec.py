@@ -67,10 +67,10 @@ class PlanSpec:
         depth, most = self.pipeline_depth, _HIGHEST_STAGE + 1
         batches = f"a whole number of batches in flight, at most {most}"
         _expect(depth is None or _is_count(depth, most), f"{plan} has pipeline_depth", depth, batches)
-        self._replace("order", self._task_name)
-        self._replace("deps", self._edge)
-        self._replace("cross_iter_deps", self._edge)
-        self._replace("stale", self._edge)
+        self._check_entries("order", self._task_name)
+        self._check_entries("deps", self._parse_edge)
+        self._check_entries("cross_iter_deps", self._parse_edge)
+        self._check_entries("stale", self._parse_edge)
 
     @classmethod
     def from_yaml(cls, text: str) -> PlanSpec:
@@ -79,11 +79,11 @@ class PlanSpec:
         Raises:
             PlanError: the text is not YAML, has an unknown or repeated key, or a value of a wrong type, shape or range.
         """
-        return cls(**_read(text))
+        return cls(**_load_spec_yaml(text))
 
     def to_yaml(self) -> str:
         """Convert the plan to YAML; inverse of :meth:`from_yaml`."""
-        return _written(vars(self))
+        return _dump_spec_yaml(vars(self))
 
     @property
     def max_stage(self) -> int:
@@ -91,7 +91,7 @@ class PlanSpec:
         return max((where.stage for where in self.schedule.values()), default=0)
 
     @property
-    def thread_groups(self) -> tuple[str, ...]:
+    def thread_group_names(self) -> tuple[str, ...]:
         """Thread groups of the plan, ``"main"`` first, then workers in program order."""
         return tuple(dict.fromkeys((MAIN, *(where.thread_group for where in self.schedule.values()))))
 
@@ -120,7 +120,7 @@ class PlanSpec:
             PlanError: the order does not name *after* or *before*.
         """
         added = replace(self, schedule={**self.schedule, name: task_schedule})
-        return added._placed(name, after, before) if self.order else added
+        return added._insert_into_order(name, after, before) if self.order else added
 
     def move(self, name: str, *, after: str | None = None) -> PlanSpec:
         """Move a task directly after another one, or to the end of the order.
@@ -133,21 +133,21 @@ class PlanSpec:
             PlanError: the order does not name *name* or *after*.
         """
         place = self.position(name)
-        return replace(self, order=(*self.order[:place], *self.order[place + 1 :]))._placed(name, after)
+        return replace(self, order=(*self.order[:place], *self.order[place + 1 :]))._insert_into_order(name, after)
 
-    def _placed(self, name: str, after: str | None, before: str | None = None) -> PlanSpec:
+    def _insert_into_order(self, name: str, after: str | None, before: str | None = None) -> PlanSpec:
         place = self.position(after) + 1 if after else self.position(before) if before else len(self.order)
         return replace(self, order=(*self.order[:place], name, *self.order[place:]))
 
     def without(self, names: Collection[str]) -> PlanSpec:
         """Remove tasks, and all edges and entries of ``stale`` that name them. Unknown names are ignored."""
-        return self._with(lambda *tasks: not any(task in names for task in tasks))
+        return self._filter_tasks(lambda *tasks: not any(task in names for task in tasks))
 
     def only(self, names: Collection[str]) -> PlanSpec:
         """Keep the tasks in *names*. Remove all others, with the edges and entries of ``stale`` that name them."""
-        return self._with(lambda *tasks: all(task in names for task in tasks))
+        return self._filter_tasks(lambda *tasks: all(task in names for task in tasks))
 
-    def _with(self, keeps: Callable[..., bool]) -> PlanSpec:
+    def _filter_tasks(self, keeps: Callable[..., bool]) -> PlanSpec:
         deps, cross_iter_deps, stale = (
             tuple(edge for edge in edges if keeps(*edge[:2])) for edges in (self.deps, self.cross_iter_deps, self.stale)
         )
@@ -157,7 +157,7 @@ class PlanSpec:
 
     # ------------------------------------------------------------------ checks
 
-    def _replace(self, field: str, checked: Callable[[str, Any], Any]) -> None:
+    def _check_entries(self, field: str, checked: Callable[[str, Any], Any]) -> None:
         """Replace entries given by the user with checked ones."""
         entries = getattr(self, field)
         is_list = isinstance(entries, Iterable) and not isinstance(entries, str | Mapping)
@@ -169,7 +169,7 @@ class PlanSpec:
         _expect(isinstance(name, str), f"plan {self.name!r}: {field} has the task", name, "the name of a task")
         return str(name)
 
-    def _edge(self, field: str, entry: Any) -> Edge:
+    def _parse_edge(self, field: str, entry: Any) -> Edge:
         form = "(upstream, downstream)"
         if field != "deps":
             form += f" or (upstream, downstream, distance) with a distance from 1 to {_HIGHEST_STAGE}"
@@ -196,7 +196,7 @@ def _is_count(value: object, most: int) -> bool:
 # ---------------------------------------------------------------------- YAML
 
 
-def _written(values: Mapping[str, Any]) -> str:
+def _dump_spec_yaml(values: Mapping[str, Any]) -> str:
     """Convert the values of a :class:`~lightning_pipe.engine.PlanSpec` to YAML; inverse of :func:`_read`."""
     content = {key: values["schedule" if key == "tasks" else key] for key in _PLAN_KEYS}
     content = {key: value for key, value in content.items() if value not in (None, ())}
@@ -207,17 +207,19 @@ def _written(values: Mapping[str, Any]) -> str:
     return str(yaml.safe_dump(content, sort_keys=False, default_flow_style=None, width=110))
 
 
-def _read(text: str) -> dict[str, Any]:
+def _load_spec_yaml(text: str) -> dict[str, Any]:
     """Read the arguments of a :class:`~lightning_pipe.engine.PlanSpec` from YAML *text*. Values are not checked."""
     content = load_mapping(text, "plan", _PLAN_KEYS, compare="'lightning-pipe plan show NAME'")
     tasks, name = content.pop("tasks", None), content.pop("name", None)
     _expect(isinstance(tasks, dict), "the plan has the tasks", tasks, "a mapping from each task to its schedule")
     return {
         "name": "plan" if name is None else str(name),
-        "schedule": {task: _schedule(task, {} if options is None else options) for task, options in tasks.items()},
+        "schedule": {
+            task: _parse_task_schedule(task, {} if options is None else options) for task, options in tasks.items()
+        },
         **{key: value for key, value in content.items() if value is not None},
     }
 
 
-def _schedule(task: object, options: object) -> TaskSchedule:
+def _parse_task_schedule(task: object, options: object) -> TaskSchedule:
     return TaskSchedule(**check_keys(f"task {short_repr(task)} of the plan", options, tuple(_DEFAULTS)))

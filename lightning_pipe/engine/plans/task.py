@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from lightning_pipe.engine.common.errors import PlanError
-from lightning_pipe.engine.plans.checked_context import CheckedTask, checks_contexts
+from lightning_pipe.engine.plans.checked_context import CheckedTask, is_context_check_enabled
 
 
 class State(str):
@@ -155,7 +155,9 @@ class PipelineTask:
         self.collectives = tuple(collectives)
         self.context = context
         self.fn = (
-            CheckedTask(fn, name, context_fields(self.reads), context_fields(self.writes)) if checks_contexts() else fn
+            CheckedTask(fn, name, context_fields(self.reads), context_fields(self.writes))
+            if is_context_check_enabled()
+            else fn
         )
 
     def __eq__(self, other: object) -> bool:

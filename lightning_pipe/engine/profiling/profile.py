@@ -121,7 +121,7 @@ class ProfileResult:
         """
         try:
             content: dict[str, Any] = json.loads(text)
-            tasks = {name: _task_profile(values) for name, values in content["tasks"].items()}
+            tasks = {name: _parse_task_profile(values) for name, values in content["tasks"].items()}
             rounds, iterations = (int(content.get(name, 0)) for name in ("rounds", "iterations"))
             return cls(str(content["plan"]), float(content["seconds"]), tasks, rounds, iterations)
         except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
@@ -131,7 +131,7 @@ class ProfileResult:
     def report(self) -> Group:
         """Table of the tasks, for a Rich console."""
         columns = ("task", "own", "exposed", "95 %", "share", "hidden")
-        table = ReportTable.with_number_columns(*columns, collapse_padding=True, pad_edge=False)
+        table = ReportTable.create_with_number_columns(*columns, collapse_padding=True, pad_edge=False)
         notes = []
         for name, profile in self.tasks.items():
             table.add_row(name, _ms(profile.seconds), *self._exposed_cells(profile))
@@ -156,9 +156,9 @@ class ProfileResult:
         if profile.exposed is None:
             return "-", "", "", ""
         assert profile.low is not None and profile.high is not None
-        return _ms(profile.exposed), f"{_ms(profile.low)} .. {_ms(profile.high)}", *self.cells(profile)
+        return _ms(profile.exposed), f"{_ms(profile.low)} .. {_ms(profile.high)}", *self.format_share_cells(profile)
 
-    def cells(self, profile: TaskProfile) -> tuple[str, str]:
+    def format_share_cells(self, profile: TaskProfile) -> tuple[str, str]:
         """Table cells of a task: its share of an iteration and its hidden share; "-" if unknown.
 
         Args:
@@ -174,7 +174,7 @@ class ProfileResult:
         return share, hidden
 
 
-def _task_profile(values: Mapping[str, Any]) -> TaskProfile:
+def _parse_task_profile(values: Mapping[str, Any]) -> TaskProfile:
     exposed, low, high = (
         None if values.get(name) is None else float(values[name]) for name in ("exposed", "low", "high")
     )

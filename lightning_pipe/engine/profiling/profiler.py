@@ -82,7 +82,7 @@ class TaskProfiler:
         self._keeper = training_state
         self._rounds = rounds
         self._iterations = iterations
-        self._source = _Cycle(self._batches)
+        self._source = _CyclicBatchIterator(self._batches)
 
     def profile(self, task: str | PipelineTask) -> TaskProfile:
         """Measure one task.
@@ -128,10 +128,10 @@ class TaskProfiler:
         with self._state_restored():
             if check:
                 for name in measured:
-                    self._check(name)
-            return self._measure(names, measured)
+                    self._check_task_replay(name)
+            return self._measure_exposed_times(names, measured)
 
-    def check(self, task: str | PipelineTask) -> None:
+    def check_task_replay(self, task: str | PipelineTask) -> None:
         """Check that later tasks compute the same after a replay of a task as after a run of the task.
 
         Two serial iterations train the same batch from the same state, the second one with the task replayed.
@@ -140,15 +140,15 @@ class TaskProfiler:
             SetupError: a later task wrote different values, so the task has effects that it does not declare.
         """
         with self._state_restored():
-            self._check(task if isinstance(task, str) else task.name)
+            self._check_task_replay(task if isinstance(task, str) else task.name)
 
     # ------------------------------------------------------------------ measuring
 
-    def _measure(self, names: Sequence[str], measured: Sequence[str]) -> ProfileResult:
+    def _measure_exposed_times(self, names: Sequence[str], measured: Sequence[str]) -> ProfileResult:
         pipeline = self._pipeline
         pipeline.drain()
         for _ in range(pipeline.plan.pipeline_depth + len(self._batches)):
-            self._iterate()
+            self._run_iteration()
         all_run: list[float] = []
         run_times: dict[str, list[float]] = {name: [] for name in pipeline.plan.tasks}
         saved: dict[str, list[float]] = {name: [] for name in measured}
@@ -157,24 +157,24 @@ class TaskProfiler:
         }
         for _ in range(self._rounds):
             for name in measured or [""]:
-                all_run.append(self._time(run_times))
+                all_run.append(self._measure_mean_iteration_time(run_times))
                 if not name:
                     continue
-                pipeline.enable_shortcut(name, key=self._key())
+                pipeline.enable_shortcut(name, key=self._make_batch_key_fn())
                 # Capture once per batch, then continue until the pipeline only holds replayed iterations.
                 for _ in range(len(self._batches) + pipeline.plan.pipeline_depth):
-                    self._iterate()
-                saved[name].append(all_run[-1] - self._time(run_times_without[name]))
+                    self._run_iteration()
+                saved[name].append(all_run[-1] - self._measure_mean_iteration_time(run_times_without[name]))
                 pipeline.disable_shortcut(name)
                 for _ in range(pipeline.plan.pipeline_depth):
-                    self._iterate()
+                    self._run_iteration()
         medians = {name: statistics.median(times) for name, times in run_times.items() if times}
         tasks: dict[str, TaskProfile] = {}
         for name in names:
             if name in saved:
-                low, high = _interval(saved[name])
+                low, high = _compute_confidence_interval(saved[name])
                 left = {task: statistics.median(times) for task, times in run_times_without[name].items() if times}
-                along = _taken_along(name, medians, left)
+                along = _find_tasks_reduced_by_replay(name, medians, left)
                 exposed = statistics.median(saved[name])
                 tasks[name] = TaskProfile(medians.get(name, 0.0), exposed, low, high, along)
             else:
@@ -183,13 +183,13 @@ class TaskProfiler:
         seconds = statistics.median(all_run)
         return ProfileResult(pipeline.plan.name, seconds, tasks, self._rounds, self._iterations)
 
-    def _time(self, run_times: Mapping[str, list[float]]) -> float:
+    def _measure_mean_iteration_time(self, run_times: Mapping[str, list[float]]) -> float:
         """Mean time of the iterations of one measurement in seconds. Appends each task's time to *run_times*."""
         self._pipeline.start_trace()
         self._synchronize()
         begun = time.perf_counter()
         for _ in range(self._iterations):
-            self._iterate()
+            self._run_iteration()
         self._synchronize()
         seconds = (time.perf_counter() - begun) / self._iterations
         spans: list[TaskSpan] = self._pipeline.stop_trace()
@@ -197,10 +197,10 @@ class TaskProfiler:
             run_times[span.task].append(span.end - span.start)
         return seconds
 
-    def _iterate(self) -> IterContext:
+    def _run_iteration(self) -> IterContext:
         return self._pipeline.progress(self._source)
 
-    def _key(self) -> Callable[[IterContext], int]:
+    def _make_batch_key_fn(self) -> Callable[[IterContext], int]:
         """Key function that maps an iteration to the index of its batch."""
         # Iterations are numbered in the order of their start, and batches are supplied cyclically.
         offset = (self._source.yielded - self._pipeline.num_started) % len(self._batches)
@@ -227,17 +227,19 @@ class TaskProfiler:
             if self._keeper is not None:
                 self._keeper.restore(snapshot)
 
-    def _check(self, name: str) -> None:
+    def _check_task_replay(self, name: str) -> None:
         pipeline = self._pipeline
         pipeline.drain()
         snapshot = None if self._keeper is None else self._keeper.snapshot()
         names = list(pipeline.plan.tasks)
         later = names[names.index(name) + 1 :]
-        pipeline.enable_shortcut(name, rehearse=True)
+        pipeline.enable_shortcut(name, replay_first=True)
         written = []
         try:
             for _ in range(2):
-                with pipeline.observe_task_contexts(later, _written(pipeline.plan.tasks)) as seen:
+                with pipeline.observe_task_contexts(
+                    later, _make_written_fields_snapshot_fn(pipeline.plan.tasks)
+                ) as seen:
                     pipeline.run_one_serial_iter(self._batches[0].make_copy())
                 written.append(seen)
                 if self._keeper is not None:
@@ -245,27 +247,27 @@ class TaskProfiler:
         finally:
             if not pipeline.failed:
                 pipeline.disable_shortcut(name)
-        _compare(name, written[0], written[1])
+        _check_fields_equal(name, written[0], written[1])
 
 
 # Tensors that later tasks wrote, by task and field.
 Seen = dict[tuple[str, str], list[Tensor]]
 
 
-def _written(tasks: Mapping[str, PipelineTask]) -> Callable[[str, IterContext], Seen]:
-    def read(name: str, ctx: IterContext) -> Seen:
+def _make_written_fields_snapshot_fn(tasks: Mapping[str, PipelineTask]) -> Callable[[str, IterContext], Seen]:
+    def snapshot_written_fields(name: str, ctx: IterContext) -> Seen:
         # Fields of declared effects may hold pending communication, whose buffers are not yet filled.
         owned = {field for io in tasks[name].io for field in io.fields}
         fields = [field for field in tasks[name].writes if field in vars(ctx) and field not in owned]
         return {(name, field): take_snapshot(getattr(ctx, field)).tensors() for field in fields}
 
-    return read
+    return snapshot_written_fields
 
 
-def _compare(name: str, first: Seen, second: Seen) -> None:
+def _check_fields_equal(name: str, first: Seen, second: Seen) -> None:
     for (task, field), tensors in first.items():
         second_tensors = second.get((task, field), [])
-        if len(tensors) != len(second_tensors) or not all(map(_close, tensors, second_tensors)):
+        if len(tensors) != len(second_tensors) or not all(map(_are_tensors_close, tensors, second_tensors)):
             raise SetupError(
                 f"task {name!r} has effects that it does not declare: after a replay, {task!r} wrote a different"
                 f" {field!r}. Declare the effects with PipelineTask(..., io=[DeclaredIO(capture, restore)]), or set"
@@ -273,7 +275,7 @@ def _compare(name: str, first: Seen, second: Seen) -> None:
             )
 
 
-def _close(first: Tensor, second: Tensor) -> bool:
+def _are_tensors_close(first: Tensor, second: Tensor) -> bool:
     if first.shape != second.shape or first.dtype != second.dtype:
         return False
     if first.is_floating_point():
@@ -281,7 +283,9 @@ def _close(first: Tensor, second: Tensor) -> bool:
     return torch.equal(first, second)
 
 
-def _taken_along(name: str, medians: Mapping[str, float], left: Mapping[str, float]) -> tuple[str, ...]:
+def _find_tasks_reduced_by_replay(
+    name: str, medians: Mapping[str, float], left: Mapping[str, float]
+) -> tuple[str, ...]:
     most = max(medians.values(), default=0.0)
     return tuple(
         other_task
@@ -291,14 +295,14 @@ def _taken_along(name: str, medians: Mapping[str, float], left: Mapping[str, flo
     )
 
 
-def _interval(values: Sequence[float]) -> tuple[float, float]:
+def _compute_confidence_interval(values: Sequence[float]) -> tuple[float, float]:
     """95 % confidence interval of the median: percentiles of the bootstrap (Efron, 1979)."""
     draw = random.Random(0)
     medians = sorted(statistics.median(draw.choices(values, k=len(values))) for _ in range(_RESAMPLES))
     return medians[int(0.025 * _RESAMPLES)], medians[int(0.975 * _RESAMPLES) - 1]
 
 
-class _Cycle(Iterator[Any]):
+class _CyclicBatchIterator(Iterator[Any]):
     """Endless iterator over the same batches."""
 
     def __init__(self, batches: Sequence[Snapshot]) -> None:

@@ -33,20 +33,20 @@ def check_agreement(
     dist.all_gather(digests, local_digest, group=group)
     if bool((torch.stack(digests) == local_digest).all()):
         return
-    raise error_class(_first_difference(all_gather_objects(list(description), group), what) + advice)
+    raise error_class(_describe_first_difference(all_gather_objects(list(description), group), what) + advice)
 
 
-def _first_difference(descriptions: list[list[Entry]], what: str) -> str:
+def _describe_first_difference(descriptions: list[list[Entry]], what: str) -> str:
     """Error message with the first difference, identical on all ranks because each has all descriptions."""
     differing = next(entries for entries in zip_longest(*descriptions) if len(set(entries)) > 1)
     differing_rank = next(rank for rank, entry in enumerate(differing) if entry != differing[0])
     return (
-        f"the {what} differs between ranks: {_on_rank(0, differing[0])}, but"
-        f" {_on_rank(differing_rank, differing[differing_rank])}. Give every rank the same {what}"
+        f"the {what} differs between ranks: {_describe_rank_entry(0, differing[0])}, but"
+        f" {_describe_rank_entry(differing_rank, differing[differing_rank])}. Give every rank the same {what}"
     )
 
 
-def _on_rank(rank: int, entry: Entry | None) -> str:
+def _describe_rank_entry(rank: int, entry: Entry | None) -> str:
     if entry is None:
         return f"rank {rank} has no more entries"
     name, value = entry

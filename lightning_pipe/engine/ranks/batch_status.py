@@ -25,7 +25,7 @@ from lightning_pipe.engine.ranks.process_groups import new_group
 STATUS_SIZE = 3  # numbers of a status, of which ranks need the smallest
 
 
-class Collected(NamedTuple):
+class ReducedBatchStatus(NamedTuple):
     """Smallest and largest number that any rank posted, and True if any rank posted the flag."""
 
     least: int
@@ -33,10 +33,10 @@ class Collected(NamedTuple):
     flagged: bool
 
 
-class Message(Protocol):
+class StatusCarryingMessage(Protocol):
     """A message of each rank to all ranks, in which a status travels."""
 
-    def statuses(self) -> Iterable[Sequence[int]]:
+    def wait_batch_statuses(self) -> Iterable[Sequence[int]]:
         """Wait for the messages, and return the status of each rank."""
 
 
@@ -48,7 +48,7 @@ class BatchStatusExchange:
         self._thread = 0  # the thread that posts
         self._held_status: tuple[int, ...] | None = None
         self._reduced: tuple[torch.Tensor, Any] | None = None
-        self._message: Message | None = None
+        self._message: StatusCarryingMessage | None = None
         self._saw_message = False  # since the last collect
         self._expects_message = False
 
@@ -67,24 +67,24 @@ class BatchStatusExchange:
         if not self._expects_message:
             self._reduce()
 
-    def take(self, group: dist.ProcessGroup) -> tuple[int, ...] | None:
-        """Return the status to send in a message to the ranks of *group*, which :meth:`travels_in` must follow."""
+    def take_status_to_send(self, group: dist.ProcessGroup) -> tuple[int, ...] | None:
+        """Return the status to send to the ranks of *group* in a message; :meth:`set_carrying_message` must follow."""
         if threading.get_ident() != self._thread or group.size() != dist.get_world_size():
             return None
         self._saw_message = True
         status, self._held_status = self._held_status, None
         return status
 
-    def travels_in(self, message: Message) -> None:
+    def set_carrying_message(self, message: StatusCarryingMessage) -> None:
         """Collect the status that was taken from *message*."""
         self._message = message
 
-    def collect(self) -> Collected:
+    def collect(self) -> ReducedBatchStatus:
         """Wait until all ranks have posted, and return their statuses combined."""
         self._expects_message, self._saw_message = self._saw_message, False
         if self._message is not None:
             message, self._message = self._message, None
-            least, negative, flags = map(min, zip(*message.statuses(), strict=True))
+            least, negative, flags = map(min, zip(*message.wait_batch_statuses(), strict=True))
         else:
             if self._held_status is not None:
                 self._reduce()
@@ -92,7 +92,7 @@ class BatchStatusExchange:
             (status, work), self._reduced = self._reduced, None
             work.wait()
             least, negative, flags = status.tolist()
-        return Collected(least, -negative, flags < 0)
+        return ReducedBatchStatus(least, -negative, flags < 0)
 
     def discard_pending(self) -> None:
         """Wait for pending statuses, if any, and discard them."""

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_pipe._compat.torch import ALL_TO_ALL_SINGLE, backend_of
+from lightning_pipe._compat.torch import ALL_TO_ALL_SINGLE, get_backend_object
 from lightning_pipe.engine.ranks.object_collectives import is_single_host
 
 _CPU = torch.device("cpu")
@@ -30,18 +30,18 @@ def benefits_from_full_duplex_all_to_all(group: dist.ProcessGroup) -> bool:
     """Return True if *group* uses Gloo and spans several machines. All ranks of the group call this."""
     if group.size() == 1 or dist.get_backend(group) != "gloo":
         return False
-    if not isinstance(backend_of(group), dist.ProcessGroupGloo):
+    if not isinstance(get_backend_object(group), dist.ProcessGroupGloo):
         return False  # wrapped by TORCH_DISTRIBUTED_DEBUG=DETAIL, which checks each collective
     return not is_single_host(group)
 
 
-def wrap_full_duplex(group: dist.ProcessGroup) -> dist.ProcessGroup:
+def wrap_full_duplex_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """Wrap *group*, in which no other code may ``send`` or ``recv``, for ``torch.distributed.all_to_all_single``."""
     return cast(dist.ProcessGroup, _FullDuplexGroup(group)) if benefits_from_full_duplex_all_to_all(group) else group
 
 
-def unwrap_full_duplex(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """Return the group that :func:`wrap_full_duplex` has wrapped: PyTorch gathers objects only in its own groups."""
+def unwrap_full_duplex_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """Return the group that :func:`wrap_full_duplex_group` wrapped: PyTorch gathers objects only in its own groups."""
     return group._group if isinstance(group, _FullDuplexGroup) else group
 
 
@@ -50,7 +50,7 @@ class _FullDuplexGroup:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
-        self._gloo: Any = backend_of(group)
+        self._gloo: Any = get_backend_object(group)
         self._rank, self._size = group.rank(), group.size()
         self._count = 0
         # Works and tensors of abandoned exchanges, by number. They keep the memory alive until the messages have ended.

@@ -16,7 +16,7 @@ from typing import Any, NoReturn, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from lightning_pipe.engine.common.errors import InputError, PipelineError, SetupError, text_of
+from lightning_pipe.engine.common.errors import InputError, PipelineError, SetupError, get_error_text
 
 T = TypeVar("T")
 Group = dist.ProcessGroup | None
@@ -45,7 +45,7 @@ def all_gather_objects(value: T, group: Group) -> list[T]:
     dist.all_gather_object(payloads, payload, group)
     texts = [payload_of_rank if isinstance(payload_of_rank, str) else None for payload_of_rank in payloads]
     if any(texts):
-        _raise(texts, error, SetupError)
+        _raise_rank_errors(texts, error, SetupError)
     return [pickle.loads(payload_of_rank) for payload_of_rank in payloads if isinstance(payload_of_rank, bytes)]
 
 
@@ -101,7 +101,7 @@ def run_on_rank(work: Callable[[], T], failed: str, group: Group, rank: int = 0,
             error, message[1] = raised, _describe_error(raised, failed)
     dist.broadcast_object_list(message, group=group, group_src=rank)
     if message[1] is not None:
-        _raise([message[1]], error, error_class)
+        _raise_rank_errors([message[1]], error, error_class)
     return cast(T, result if is_source else pickle.loads(message[0]))
 
 
@@ -135,13 +135,13 @@ def all_gather_or_raise(
     entries = all_gather_objects((value, None if error is None else _describe_error(error, failed)), group)
     texts = [text for _, text in entries]
     if any(text is not None for text in texts):
-        _raise(texts, error, error_class)
+        _raise_rank_errors(texts, error, error_class)
     return [gathered for gathered, _ in entries]
 
 
 def _describe_error(error: Exception, failed: str) -> str:
     """Text of an error. Errors from outside this project are prefixed with *failed* and their class."""
-    text = text_of(error)
+    text = get_error_text(error)
     if isinstance(error, PipelineError):
         return text
     if not (isinstance(error, OSError) and failed):
@@ -149,7 +149,7 @@ def _describe_error(error: Exception, failed: str) -> str:
     return f"{failed}: {text}" if failed else text
 
 
-def _raise(rank_errors: Sequence[str | None], error: Exception | None, error_class: Kind) -> NoReturn:
+def _raise_rank_errors(rank_errors: Sequence[str | None], error: Exception | None, error_class: Kind) -> NoReturn:
     # Users expect to catch their own exceptions of a batch.
     if error is not None and error_class is InputError and (len(rank_errors) == 1 or not isinstance(error, InputError)):
         raise error

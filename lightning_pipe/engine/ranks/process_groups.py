@@ -24,7 +24,7 @@ def new_group(
 
 
 @contextmanager
-def use_default_timeout() -> Iterator[None]:
+def inherit_default_group_timeout() -> Iterator[None]:
     """Context in which groups that other libraries make without a timeout get the default group's, not 30 minutes."""
     timeout = group_timeout()
     with ExitStack() as patches:

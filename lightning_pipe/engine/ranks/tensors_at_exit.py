@@ -22,10 +22,10 @@ from lightning_pipe._compat.torch import leak_cpp_references
 @cache
 def keep_tensors_alive_at_exit() -> None:
     """Keep all tensors alive from the interpreter's exit on, so that Gloo's threads never hold the last reference."""
-    atexit.register(_keep_tensors)
+    atexit.register(_leak_tensor_references)
 
 
-def _keep_tensors() -> None:
+def _leak_tensor_references() -> None:
     gc.unfreeze()  # gc.get_objects() omits frozen objects
     # isinstance() would import the lazy modules among these objects.
     leak_cpp_references([entry for entry in gc.get_objects() if issubclass(type(entry), Tensor)])

@@ -44,34 +44,34 @@ class Snapshot(ABC):
         """Return a fresh copy of the value. *copies* maps the ids of nodes to the copies already made for this one."""
         copies = {} if copies is None else copies
         if id(self) not in copies:
-            copies[id(self)] = self._copy(graft, copies)
+            copies[id(self)] = self._build_copy(graft, copies)
         return copies[id(self)]
 
     def tensors(self) -> list[Tensor]:
         """Captured tensors, each once, in the order of traversal."""
         tensors: dict[int, Tensor] = {}
-        self._collect(tensors, set())
+        self._collect_tensors(tensors, set())
         return list(tensors.values())
 
     @abstractmethod
-    def _copy(self, graft: Grafts | None, copies: dict[int, Any]) -> Any: ...
+    def _build_copy(self, graft: Grafts | None, copies: dict[int, Any]) -> Any: ...
 
-    def _collect(self, tensors: dict[int, Tensor], seen: set[int]) -> None:
+    def _collect_tensors(self, tensors: dict[int, Tensor], seen: set[int]) -> None:
         if id(self) not in seen:
             seen.add(id(self))
             for part in self.parts:
-                part._collect(tensors, seen)
+                part._collect_tensors(tensors, seen)
 
 
-class _AsItIs(Snapshot):
+class _ReferenceSnapshot(Snapshot):
     def __init__(self, value: Any) -> None:
         self._value = value
 
-    def _copy(self, graft: Grafts | None, copies: dict[int, Any]) -> Any:
+    def _build_copy(self, graft: Grafts | None, copies: dict[int, Any]) -> Any:
         return self._value
 
 
-class _Tensor(Snapshot):
+class _TensorSnapshot(Snapshot):
     """Captured tensor. It is copied again only if the last copy was changed in place."""
 
     holds_tensor = True
@@ -82,7 +82,7 @@ class _Tensor(Snapshot):
         self._out: Tensor | None = None
         self._version = 0
 
-    def _copy(self, graft: Grafts | None, copies: dict[int, Any]) -> Any:
+    def _build_copy(self, graft: Grafts | None, copies: dict[int, Any]) -> Any:
         out = self._out
         # Inference tensors have no version counter.
         if out is None or out.is_inference() or out._version != self._version:
@@ -91,11 +91,11 @@ class _Tensor(Snapshot):
         detached = out.detach()
         return graft(detached) if graft is not None and self._requires_grad else detached
 
-    def _collect(self, tensors: dict[int, Tensor], seen: set[int]) -> None:
+    def _collect_tensors(self, tensors: dict[int, Tensor], seen: set[int]) -> None:
         tensors[id(self)] = self._saved
 
 
-class _Built(Snapshot):
+class _CollectionSnapshot(Snapshot):
     """Collection that is built from its parts."""
 
     def __init__(self, parts: list[Snapshot], build: Callable[[list[Any]], Any]) -> None:
@@ -103,11 +103,11 @@ class _Built(Snapshot):
         self.holds_tensor = any(part.holds_tensor for part in parts)
         self._build = build
 
-    def _copy(self, graft: Grafts | None, copies: dict[int, Any]) -> Any:
+    def _build_copy(self, graft: Grafts | None, copies: dict[int, Any]) -> Any:
         return self._build([part.make_copy(graft, copies) for part in self.parts])
 
 
-class _Object(Snapshot):
+class _ObjectSnapshot(Snapshot):
     """Object with attributes, which may refer back to the object."""
 
     def __init__(self, value: Any) -> None:
@@ -115,7 +115,7 @@ class _Object(Snapshot):
         self.attributes: dict[str, Snapshot] = {}
         self.parts = self.attributes.values()
 
-    def _copy(self, graft: Grafts | None, copies: dict[int, Any]) -> Any:
+    def _build_copy(self, graft: Grafts | None, copies: dict[int, Any]) -> Any:
         copied = copies[id(self)] = copy.copy(self._value)
         for name, part in self.attributes.items():
             object.__setattr__(copied, name, part.make_copy(graft, copies))
@@ -129,24 +129,26 @@ def take_snapshot(value: Any) -> Snapshot:
     Parameters, modules, process groups, functions and similar objects are kept by reference, as are objects without
     tensors at any depth. An object that occurs twice in *value* is also a single object in each copy.
     """
-    return _capture(value, {})
+    return _capture_value(value, {})
 
 
-def _capture(value: Any, seen: dict[int, tuple[Any, Snapshot]]) -> Snapshot:
+def _capture_value(value: Any, seen: dict[int, tuple[Any, Snapshot]]) -> Snapshot:
     """Create the node of *value*. *seen* also holds the values, so that their ids are not reused."""
     if isinstance(value, ByReference):
-        return _AsItIs(value.value)
+        return _ReferenceSnapshot(value.value)
     if isinstance(value, _AS_THEY_ARE):
-        return _AsItIs(value)
+        return _ReferenceSnapshot(value)
     if id(value) in seen:
         return seen[id(value)][1]
     if isinstance(value, Tensor):
-        node: Snapshot = _AsItIs(value) if isinstance(value, nn.Parameter) else _Tensor(value)
+        node: Snapshot = _ReferenceSnapshot(value) if isinstance(value, nn.Parameter) else _TensorSnapshot(value)
     elif isinstance(value, (list, tuple, set, frozenset, deque)):
-        node = _Built([_capture(item, seen) for item in value], _builder(value))
+        node = _CollectionSnapshot([_capture_value(item, seen) for item in value], _make_collection_builder(value))
     elif isinstance(value, MutableMapping):
         keys = list(value)
-        node = _Built([_capture(value[key], seen) for key in keys], _mapping_builder(value, keys))
+        node = _CollectionSnapshot(
+            [_capture_value(value[key], seen) for key in keys], _make_mapping_builder(value, keys)
+        )
     else:
         return _capture_object(value, seen)
     seen[id(value)] = value, node
@@ -155,27 +157,27 @@ def _capture(value: Any, seen: dict[int, tuple[Any, Snapshot]]) -> Snapshot:
 
 def _capture_object(value: Any, seen: dict[int, tuple[Any, Snapshot]]) -> Snapshot:
     attributes = _attributes(value)
-    node = _Object(value)
+    node = _ObjectSnapshot(value)
     seen[id(value)] = value, node
     for name, attribute in attributes.items():
-        node.attributes[name] = _capture(attribute, seen)
+        node.attributes[name] = _capture_value(attribute, seen)
     node.holds_tensor = any(part.holds_tensor for part in node.parts)
     if not node.holds_tensor:
-        seen[id(value)] = value, _AsItIs(value)
+        seen[id(value)] = value, _ReferenceSnapshot(value)
     return seen[id(value)][1]
 
 
 def _attributes(value: Any) -> dict[str, Any]:
-    slots = [name for kind in type(value).__mro__ for name in _names(getattr(kind, "__slots__", ()))]
+    slots = [name for kind in type(value).__mro__ for name in _list_slot_names(getattr(kind, "__slots__", ()))]
     slot_values = {name: getattr(value, name) for name in slots if name != "__weakref__" and hasattr(value, name)}
     return {**slot_values, **getattr(value, "__dict__", {})}
 
 
-def _names(slots: Any) -> tuple[str, ...]:
+def _list_slot_names(slots: Any) -> tuple[str, ...]:
     return (slots,) if isinstance(slots, str) else tuple(slots)
 
 
-def _builder(value: Any) -> Callable[[list[Any]], Any]:
+def _make_collection_builder(value: Any) -> Callable[[list[Any]], Any]:
     kind = type(value)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return lambda parts: kind(*parts)
@@ -184,11 +186,11 @@ def _builder(value: Any) -> Callable[[list[Any]], Any]:
     return kind
 
 
-def _mapping_builder(value: MutableMapping[Any, Any], keys: list[Any]) -> Callable[[list[Any]], Any]:
-    def build(parts: list[Any]) -> Any:
+def _make_mapping_builder(value: MutableMapping[Any, Any], keys: list[Any]) -> Callable[[list[Any]], Any]:
+    def build_mapping(parts: list[Any]) -> Any:
         mapping: Any = copy.copy(value)
         for key, part in zip(keys, parts, strict=True):
             mapping[key] = part
         return mapping
 
-    return build
+    return build_mapping

@@ -29,7 +29,7 @@ class DeviceStreams:
         """Create an event for ordering streams, without timing; None without streams."""
         return self._module.Event() if self._module else None
 
-    def named(self, name: str | None) -> AbstractContextManager[Any]:
+    def use_named_stream(self, name: str | None) -> AbstractContextManager[Any]:
         """Make the stream *name* the current one inside the context; ``None`` keeps the current stream."""
         return self._module.stream(self._named[name]) if self._module and name is not None else _NO_STREAM
 
@@ -37,7 +37,7 @@ class DeviceStreams:
         """Current stream of the calling thread; None without streams."""
         return current_stream(self._device)
 
-    def using(self, stream: Any) -> AbstractContextManager[Any]:
+    def use_stream(self, stream: Any) -> AbstractContextManager[Any]:
         """Make *stream*, a result of :meth:`current`, the current one inside the context."""
         return self._module.stream(stream) if self._module else _NO_STREAM
 

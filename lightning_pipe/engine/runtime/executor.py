@@ -25,7 +25,7 @@ from lightning_pipe._compat.torch import is_profiler_enabled
 from lightning_pipe.engine.common.errors import TaskError
 from lightning_pipe.engine.observe.meter import Meter
 from lightning_pipe.engine.observe.ranges import profiler_range
-from lightning_pipe.engine.observe.trace import Begun, Trace
+from lightning_pipe.engine.observe.trace import Begun, TraceRecorder
 from lightning_pipe.engine.plans.collectives import assign_sequencers, check_collective_order
 from lightning_pipe.engine.plans.plan import PipelinePlan
 from lightning_pipe.engine.plans.schedule import MAIN
@@ -33,7 +33,7 @@ from lightning_pipe.engine.plans.task import IterContext
 from lightning_pipe.engine.ranks.current_tasks import current_tasks
 from lightning_pipe.engine.runtime.devices import DeviceStreams
 from lightning_pipe.engine.runtime.sequencer import SubmissionSequencer, SubmissionTicket
-from lightning_pipe.engine.runtime.thread_state import ThreadState, get_thread_state, use_thread_state
+from lightning_pipe.engine.runtime.thread_state import TorchThreadState, get_thread_state, use_thread_state
 from lightning_pipe.engine.runtime.worker import Worker, is_worker_thread
 
 _log = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ _log = logging.getLogger(__name__)
 # method is not bound: a cycle of references would keep the tasks' weights until the next garbage collection.
 Call = tuple[int, Callable[["Executor", "Operation", "Slot"], None] | None, "Operation"]
 
-# State that :meth:`Executor.enter` returns for :meth:`Executor.leave`.
+# State that :meth:`Executor.begin_caller_task` returns for :meth:`Executor.end_caller_task`.
 Entered = tuple[AbstractContextManager[Any] | None, Begun | None, float, SubmissionTicket | None]
 
 
@@ -85,7 +85,7 @@ class Operation:
         self.waits = bool(self.cpu_waits or self.device_waits or self.sequencer_index is not None)
 
 
-def operations(plan: PipelinePlan, has_streams: bool) -> list[Operation]:
+def build_operations(plan: PipelinePlan, has_streams: bool) -> list[Operation]:
     """Operations of the plan's tasks, in serial order."""
     tasks = plan.tasks.values()
     check_collective_order(plan.name, tasks, plan.schedule, has_streams=has_streams)
@@ -129,16 +129,16 @@ class Executor:
 
     def __init__(self, plan: PipelinePlan, device: torch.device) -> None:
         self.streams = DeviceStreams(device, plan.streams)
-        self.operations = operations(plan, self.streams.available)
+        self.operations = build_operations(plan, self.streams.available)
         by_name = {op.name: op for op in self.operations}
         self._ordered = [by_name[name] for name in plan.order]
         # A task may wait for an iteration that is already trained, whose slot must not have been reused by then.
         longest = max((d.distance for d in plan.dependencies), default=0)
         self._slots = [Slot(self.operations, self.streams) for _ in range(plan.pipeline_depth + longest)]
-        self._workers = {name: Worker(name) for name in plan.thread_groups if name != MAIN}
+        self._workers = {name: Worker(name) for name in plan.thread_group_names if name != MAIN}
         self._sequencers = [SubmissionSequencer() for _ in {op.sequencer_index for op in self.operations} - {None}]
         self._base = 0
-        self.trace: Trace | None = None
+        self.trace: TraceRecorder | None = None
         self.meter: Meter | None = None
         self._profiled = False
         self.failure: TaskError | None = None
@@ -160,12 +160,12 @@ class Executor:
     def compile(self) -> None:
         """Decide how each task runs. An open period continues with the new calls."""
         self._observed = self._profiled or self.trace is not None or self.meter is not None
-        self.calls[:] = [(op.stage, self._runs(op), op) for op in self._ordered]
+        self.calls[:] = [(op.stage, self._choose_run_method(op), op) for op in self._ordered]
         self.serial_calls[:] = [
-            (0, Executor._run_alone if self._observed or op.records_event else None, op) for op in self.operations
+            (0, Executor._run_serial_task if self._observed or op.records_event else None, op) for op in self.operations
         ]
 
-    def _runs(self, op: Operation) -> Callable[[Executor, Operation, Slot], None] | None:
+    def _choose_run_method(self, op: Operation) -> Callable[[Executor, Operation, Slot], None] | None:
         if op.group != MAIN:
             return Executor._submit
         bare = not op.waits and not op.records_event and op.stream is None and not self._observed
@@ -173,12 +173,12 @@ class Executor:
 
     # ------------------------------------------------------------------ iterations
 
-    def restart(self, base: int) -> None:
+    def restart_at_iteration(self, base: int) -> None:
         """Restart at iteration *base* while none is in flight: later tasks do not wait for earlier iterations."""
         self._base = base
         self.streams.fence()
 
-    def open(self, ctx: IterContext) -> Slot:
+    def assign_slot(self, ctx: IterContext) -> Slot:
         """Assign a slot to the iteration of *ctx*."""
         slot = self._slot(ctx.iter_idx)
         slot.iteration = ctx.iter_idx
@@ -205,11 +205,11 @@ class Executor:
 
     # ------------------------------------------------------------------ tasks
 
-    def enter(self, op: Operation, slot: Slot) -> Entered:
+    def begin_caller_task(self, op: Operation, slot: Slot) -> Entered:
         """Wait for the dependencies and the turn of *op*, whose work the caller does."""
         ticket = None
         if op.waits:
-            ticket = self._ticket(op)
+            ticket = self._issue_submission_ticket(op)
             try:
                 self._wait_here(op, slot)
                 if ticket is not None:
@@ -224,10 +224,10 @@ class Executor:
             return None, None, 0.0, ticket
         shown = profiler_range(op.name, self.trace is not None)
         shown.__enter__()
-        return shown, self.trace.begin() if self.trace else None, time.perf_counter(), ticket
+        return shown, self.trace.begin_span() if self.trace else None, time.perf_counter(), ticket
 
-    def leave(self, op: Operation, slot: Slot, entered: Entered) -> None:
-        """End a task after :meth:`enter`."""
+    def end_caller_task(self, op: Operation, slot: Slot, entered: Entered) -> None:
+        """End a task after :meth:`begin_caller_task`."""
         shown, begun, metered, ticket = entered
         current_tasks[MAIN] = op.name, slot.iteration, True
         if ticket is not None:
@@ -235,13 +235,13 @@ class Executor:
         if op.records_event:
             self.streams.record(slot.events[op.index])
         if self.trace and begun:
-            self.trace.end(op.name, slot.iteration, MAIN, None, begun)
+            self.trace.end_span(op.name, slot.iteration, MAIN, None, begun)
         if self.meter is not None and metered:
             self.meter.ran(op.name, metered)
         if shown is not None:
             shown.__exit__(None, None, None)
 
-    def drop(self, entered: Entered) -> None:
+    def abandon_caller_task(self, entered: Entered) -> None:
         """Pass on the turn of a task that will not be ended."""
         ticket = entered[-1]
         if ticket is not None:
@@ -258,7 +258,7 @@ class Executor:
         if op.stream is not None:
             self.streams.wait_event(slot.events[op.index])
 
-    def _run_alone(self, op: Operation, slot: Slot) -> None:
+    def _run_serial_task(self, op: Operation, slot: Slot) -> None:
         """Run a task of an iteration that runs alone, and record its event."""
         begun = time.perf_counter()
         self._call(op, slot, MAIN, None)
@@ -267,7 +267,7 @@ class Executor:
 
     def _run_here(self, op: Operation, slot: Slot) -> None:
         """Run a task of the main thread after its waits, in its turn and on its stream."""
-        ticket = self._ticket(op)
+        ticket = self._issue_submission_ticket(op)
         try:
             if op.cpu_waits or op.device_waits:
                 self._wait_here(op, slot)
@@ -290,7 +290,7 @@ class Executor:
 
     def _submit(self, op: Operation, slot: Slot) -> None:
         """Submit a task to its worker."""
-        ticket = self._ticket(op)
+        ticket = self._issue_submission_ticket(op)
         try:
             slot.done[op.index].clear()
             submitted = time.perf_counter() if self.trace else None
@@ -308,7 +308,7 @@ class Executor:
         self,
         op: Operation,
         slot: Slot,
-        state: ThreadState,
+        state: TorchThreadState,
         stream: Any,
         ticket: SubmissionTicket | None,
         submitted: float | None,
@@ -319,7 +319,7 @@ class Executor:
         other ranks have submitted their collectives too, and wait for them.
         """
         try:
-            with use_thread_state(state), self.streams.using(stream):
+            with use_thread_state(state), self.streams.use_stream(stream):
                 self._wait(op, slot)
                 if ticket is not None:
                     ticket.begin()
@@ -341,27 +341,27 @@ class Executor:
 
     def _call(self, op: Operation, slot: Slot, group: str, stream: str | None, submitted: float | None = None) -> None:
         trace = self.trace
-        with profiler_range(op.name, trace is not None), self.streams.named(stream):
-            begun = trace.begin() if trace else None
+        with profiler_range(op.name, trace is not None), self.streams.use_named_stream(stream):
+            begun = trace.begin_span() if trace else None
             current_tasks[group] = op.name, slot.iteration, False
             op.fn(slot.ctx)
             current_tasks[group] = op.name, slot.iteration, True
             if op.records_event:
                 self.streams.record(slot.events[op.index])
             if trace and begun:
-                trace.end(op.name, slot.iteration, group, stream, begun, submitted)
+                trace.end_span(op.name, slot.iteration, group, stream, begun, submitted)
 
     # ------------------------------------------------------------------ waits
 
-    def _ticket(self, op: Operation) -> SubmissionTicket | None:
-        return None if op.sequencer_index is None else self._sequencers[op.sequencer_index].issue()
+    def _issue_submission_ticket(self, op: Operation) -> SubmissionTicket | None:
+        return None if op.sequencer_index is None else self._sequencers[op.sequencer_index].issue_ticket()
 
     def _wait(self, op: Operation, slot: Slot) -> None:
         for upstream, distance in op.cpu_waits:
             if slot.iteration - distance >= self._base:
                 self._slot(slot.iteration - distance).done[upstream].wait()
         if op.device_waits:
-            with self.streams.named(op.stream):
+            with self.streams.use_named_stream(op.stream):
                 for upstream, distance in op.device_waits:
                     if slot.iteration - distance >= self._base:
                         self.streams.wait_event(self._slot(slot.iteration - distance).events[upstream])

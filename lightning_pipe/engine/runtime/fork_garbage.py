@@ -17,11 +17,15 @@ from functools import cache
 def freeze_gc_in_forks() -> None:
     """Exclude the parent's objects from garbage collection in all processes forked later: they call ``gc.freeze``."""
     if hasattr(os, "register_at_fork"):
-        forks = _Forks()
-        os.register_at_fork(before=forks.begin, after_in_parent=forks.end_in_parent, after_in_child=forks.end_in_child)
+        forks = _ForkGCHooks()
+        os.register_at_fork(
+            before=forks.before_fork,
+            after_in_parent=forks.after_fork_in_parent,
+            after_in_child=forks.after_fork_in_child,
+        )
 
 
-class _Forks:
+class _ForkGCHooks:
     """Forks under way, which several threads may start at the same time."""
 
     def __init__(self) -> None:
@@ -29,20 +33,20 @@ class _Forks:
         self._count = 0
         self._collects = False  # True if the collector was enabled before the forks
 
-    def begin(self) -> None:
+    def before_fork(self) -> None:
         with self._lock:
             if not self._count:
                 self._collects = gc.isenabled()
                 gc.disable()
             self._count += 1
 
-    def end_in_parent(self) -> None:
+    def after_fork_in_parent(self) -> None:
         with self._lock:
             self._count -= 1
             if not self._count and self._collects:
                 gc.enable()
 
-    def end_in_child(self) -> None:
+    def after_fork_in_child(self) -> None:
         self._lock, self._count = threading.Lock(), 0  # another thread of the parent may have held the lock
         gc.freeze()
         if self._collects:

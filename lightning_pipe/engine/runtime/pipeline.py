@@ -26,7 +26,7 @@ import torch.distributed as dist
 from lightning_pipe.engine.common.errors import PlanError
 from lightning_pipe.engine.observe.device_clock import DeviceClock
 from lightning_pipe.engine.observe.meter import Meter
-from lightning_pipe.engine.observe.trace import TaskSpan, Trace
+from lightning_pipe.engine.observe.trace import TaskSpan, TraceRecorder
 from lightning_pipe.engine.plans.plan import PipelinePlan
 from lightning_pipe.engine.plans.schedule import MAIN
 from lightning_pipe.engine.plans.task import IterContext, PipelineTask
@@ -54,7 +54,7 @@ def ends_on_interrupt(
         try:
             return method(self, *args, **kwargs)
         except BaseException as error:
-            self._end_on_interrupt(error)
+            self._record_interrupt(error)
             raise
 
     return guarded
@@ -144,8 +144,8 @@ class SWPipeline:
             StopIteration: every batch has been trained.
             TaskError: a task or *data_iter* raised.
         """
-        self.begin(data_iter)
-        return self.finish()
+        self.begin_period(data_iter)
+        return self.finish_period()
 
     def drain(self) -> list[IterContext]:
         """Train all batches in flight without fetching new ones; returns their contexts in order."""
@@ -162,7 +162,7 @@ class SWPipeline:
         Returns:
             The number of abandoned batches, including the batch of an open period.
         """
-        self._drop_begun()
+        self._abandon_caller_task()
         self.wait_for_workers()
         for slot in self._in_flight.values():
             slot.ctx = None
@@ -192,12 +192,12 @@ class SWPipeline:
         self._check_empty()
         if idx is not None:
             self._fetched = idx
-        self._restart()
+        self._restart_at_next_iteration()
         if not self._agreed:
-            self._agree()
-        self._start(batch)
-        self._begin_period(serial=True)
-        return self.finish()
+            self._check_plan_agreement()
+        self._start_iteration(batch)
+        self._open_period(serial=True)
+        return self.finish_period()
 
     # ------------------------------------------------------------------ a period in steps, for a caller with hooks
 
@@ -211,7 +211,7 @@ class SWPipeline:
         if not self._in_flight:
             self._fill(data_iter)
 
-    def begin(self, data_iter: Iterator[Any]) -> IterContext:
+    def begin_period(self, data_iter: Iterator[Any]) -> IterContext:
         """Open the next period: fill the pipeline if it is empty, and start one new iteration."""
         try:
             self._check_usable()
@@ -222,20 +222,20 @@ class SWPipeline:
                 self._fetch(data_iter)
             if not self._in_flight:
                 raise StopIteration
-            return self._begin_period(serial=False)
+            return self._open_period(serial=False)
         except BaseException as error:
-            self._end_on_interrupt(error)
+            self._record_interrupt(error)
             raise
 
     @ends_on_interrupt
-    def begin_serial(self, data_iter: Iterator[Any]) -> IterContext:
+    def begin_serial_period(self, data_iter: Iterator[Any]) -> IterContext:
         """Open a period that runs one new iteration alone: all tasks in serial order in the calling thread."""
         self._check_usable()
         self._check_empty()
-        self._restart()
+        self._restart_at_next_iteration()
         if not self._fetch(data_iter):
             raise StopIteration
-        return self._begin_period(serial=True)
+        return self._open_period(serial=True)
 
     def run_until(self, task: str) -> None:
         """Run the tasks of the open period in order, up to and including *task*.
@@ -286,12 +286,12 @@ class SWPipeline:
             self._executor.wait_for(op, self._in_flight[self._trained])
 
     @ends_on_interrupt
-    def begin_task(self, task: str) -> IterContext:
+    def begin_caller_task(self, task: str) -> IterContext:
         """Run all tasks before *task* and wait for its dependencies, so that the caller can do its work.
 
         For work that the caller must do between its own hooks, such as an optimizer step inside Lightning. Call
-        :meth:`end_task` afterwards. Only tasks of stage 0 in the group "main" and on the current stream can be run in
-        this way. A globally ordered task holds its turn until then.
+        :meth:`end_caller_task` afterwards. Only tasks of stage 0 in the group "main" and on the current stream can be
+        run in this way. A globally ordered task holds its turn until then.
         """
         self._check_running()
         target = self._position(task)
@@ -306,26 +306,27 @@ class SWPipeline:
             )
         if self._cursor > target:
             raise PlanError(
-                f"task {task!r} of iteration {self._trained} has run already; call begin_task() earlier in the period"
+                f"task {task!r} of iteration {self._trained} has run already; call begin_caller_task() earlier"
+                " in the period"
             )
         if target:
             self.run_until(self._calls[target - 1][-1].name)
         slot = self._in_flight[self._trained]
-        self._begun = (op, self._executor.enter(op, slot))
+        self._begun = (op, self._executor.begin_caller_task(op, slot))
         assert slot.ctx is not None
         return slot.ctx
 
     @ends_on_interrupt
-    def end_task(self, task: str) -> None:
-        """End a task that :meth:`begin_task` began."""
+    def end_caller_task(self, task: str) -> None:
+        """End a task that :meth:`begin_caller_task` began."""
         if self._begun is None or self._begun[0].name != task:
-            raise PlanError(f"task {task!r} was not begun; call begin_task({task!r}) first")
+            raise PlanError(f"task {task!r} was not begun; call begin_caller_task({task!r}) first")
         op, entered = self._begun
         self._begun = None
         self._cursor += 1
-        self._executor.leave(op, self._in_flight[self._trained], entered)
+        self._executor.end_caller_task(op, self._in_flight[self._trained], entered)
 
-    def finish(self) -> IterContext:
+    def finish_period(self) -> IterContext:
         """Run the remaining tasks of the open period and retire the iteration that it trained."""
         self.run_until(self._calls[-1][-1].name)
         try:
@@ -335,17 +336,17 @@ class SWPipeline:
             self._open = False
             return ctx
         except BaseException as error:
-            self._end_on_interrupt(error)
+            self._record_interrupt(error)
             raise
 
     # ------------------------------------------------------------------ shortcuts
 
     @property
-    def shortcuts(self) -> tuple[str, ...]:
+    def replayed_tasks(self) -> tuple[str, ...]:
         """Names of the replayed tasks."""
         return tuple(op.name for op in self._executor.operations if isinstance(op.fn, Shortcut))
 
-    def enable_shortcut(self, *tasks: str | PipelineTask, key: Key | None = None, rehearse: bool = False) -> None:
+    def enable_shortcut(self, *tasks: str | PipelineTask, key: Key | None = None, replay_first: bool = False) -> None:
         """Replay tasks: each runs once more per *key*, its effects are captured, and later runs restore them instead.
 
         Every rank calls this at the same point, between periods.
@@ -354,7 +355,7 @@ class SWPipeline:
             tasks: names or tasks of the plan.
             key: function that maps a context to a key. Iterations with the same key must have the same values upstream
                 of the tasks (default None: all iterations have the same values, as when one batch is repeated).
-            rehearse: make captured iterations equal to replayed ones, see
+            replay_first: make captured iterations equal to replayed ones, see
                 :class:`~lightning_pipe.engine.runtime.replay.Shortcut` (default False).
 
         Raises:
@@ -368,7 +369,7 @@ class SWPipeline:
                 )
         for op in self._executor.operations:
             if op.name in names:
-                op.fn = Shortcut(self.plan.tasks[op.name], key, rehearse=rehearse)
+                op.fn = Shortcut(self.plan.tasks[op.name], key, replay_first=replay_first)
 
     def disable_shortcut(self, *tasks: str | PipelineTask) -> None:
         """Run tasks again instead of replaying them, and discard their captured effects.
@@ -405,7 +406,7 @@ class SWPipeline:
         watched = [(op, op.fn) for op in self._executor.operations if op.name in names]
         try:
             for op, fn in watched:
-                op.fn = _watching(fn, partial(read, op.name), entries)
+                op.fn = _wrap_to_read_context_after_run(fn, partial(read, op.name), entries)
             yield entries
         finally:
             for op, fn in watched:
@@ -448,7 +449,7 @@ class SWPipeline:
         self._executor.compile()
 
     @property
-    def trace(self) -> Trace | None:
+    def trace(self) -> TraceRecorder | None:
         """Trace that is being recorded; None if recording is off."""
         return self._executor.trace
 
@@ -459,7 +460,7 @@ class SWPipeline:
             max_spans: number of latest spans to keep (default None, all).
         """
         has_streams = self._executor.streams.available
-        self._executor.trace = Trace(max_spans, DeviceClock(self._device) if has_streams else None)
+        self._executor.trace = TraceRecorder(max_spans, DeviceClock(self._device) if has_streams else None)
         self._executor.compile()
 
     def stop_trace(self) -> list[TaskSpan]:
@@ -471,7 +472,7 @@ class SWPipeline:
     def close(self) -> None:
         """Abandon all batches in flight and end the worker threads. Can be called repeatedly and after a failure."""
         self._closed = True
-        self._drop_begun()
+        self._abandon_caller_task()
         self._executor.close()
         self._in_flight.clear()
         self._source = None
@@ -485,7 +486,7 @@ class SWPipeline:
     # ------------------------------------------------------------------ state between two calls
 
     def _fill(self, data_iter: Iterator[Any]) -> None:
-        self._restart()
+        self._restart_at_next_iteration()
         self._serial, self._calls = False, self._executor.calls
         trained = self._trained
         try:
@@ -498,18 +499,18 @@ class SWPipeline:
         finally:
             self._trained, self._open = trained, False
 
-    def _restart(self) -> None:
+    def _restart_at_next_iteration(self) -> None:
         self._trained = self._fetched
-        self._executor.restart(self._trained)
+        self._executor.restart_at_iteration(self._trained)
 
-    def _agree(self) -> None:
+    def _check_plan_agreement(self) -> None:
         # Before the first fetch, because a rank without data must also take part in the comparison.
         check_agreement(self.plan.description(), "plan", self._group)
         self._agreed = True
 
     def _fetch(self, data_iter: Iterator[Any]) -> bool:
         if not self._agreed:
-            self._agree()
+            self._check_plan_agreement()
         if data_iter is not self._source:
             self._source, self._exhausted = data_iter, False
         if self._exhausted:
@@ -525,14 +526,14 @@ class SWPipeline:
             raise failure from failure.__cause__
         if self._executor.meter is not None:
             self._executor.meter.fetched(begun)
-        self._start(batch)
+        self._start_iteration(batch)
         return True
 
-    def _start(self, batch: Any) -> None:
-        self._in_flight[self._fetched] = self._executor.open(self.plan.context(batch, self._fetched))
+    def _start_iteration(self, batch: Any) -> None:
+        self._in_flight[self._fetched] = self._executor.assign_slot(self.plan.context(batch, self._fetched))
         self._fetched += 1
 
-    def _begin_period(self, serial: bool) -> IterContext:
+    def _open_period(self, serial: bool) -> IterContext:
         self._executor.update_profiler_ranges()
         self._calls = self._executor.serial_calls if serial else self._executor.calls
         self._serial, self._cursor, self._open = serial, 0, True
@@ -564,7 +565,9 @@ class SWPipeline:
             raise PlanError("no period is open; call begin(data_iter) first")
         if self._begun is not None:
             name = self._begun[0].name
-            raise PlanError(f"task {name!r} of iteration {self._trained} has begun; call end_task({name!r}) first")
+            raise PlanError(
+                f"task {name!r} of iteration {self._trained} has begun; call end_caller_task({name!r}) first"
+            )
 
     def _refuse(self) -> None:
         if self._closed:
@@ -578,25 +581,25 @@ class SWPipeline:
                 " run alone; call drain() first"
             )
 
-    def _end_on_interrupt(self, error: BaseException) -> None:
+    def _record_interrupt(self, error: BaseException) -> None:
         """Record an interrupt as the failure that ends the pipeline."""
         if not isinstance(error, Exception):
             self._executor.record_failure(error, "between tasks", self._trained, 0)
 
-    def _drop_begun(self) -> None:
+    def _abandon_caller_task(self) -> None:
         """Forget a task that the caller has begun, so that workers do not wait for its turn to end."""
         if self._begun is not None:
-            self._executor.drop(self._begun[1])
+            self._executor.abandon_caller_task(self._begun[1])
             self._begun = None
 
 
-def _watching(
+def _wrap_to_read_context_after_run(
     fn: Callable[[IterContext], None], read: Callable[[IterContext], Mapping[K, V]], entries: dict[K, V]
 ) -> Callable[[IterContext], None]:
     """Task function that reads the context after each run."""
 
-    def run(ctx: IterContext) -> None:
+    def run_task_and_read_context(ctx: IterContext) -> None:
         fn(ctx)
         entries.update(read(ctx))
 
-    return run
+    return run_task_and_read_context

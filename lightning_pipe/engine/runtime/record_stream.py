@@ -14,10 +14,10 @@ def record_stream(value: Any) -> None:
     """Record the current stream as a user of every device tensor in *value* (see ``torch.Tensor.record_stream``)."""
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return
-    _record(value)
+    _record_stream_recursively(value)
 
 
-class _DeviceTensors(TorchFunctionMode):
+class _SkipCpuRecordStream(TorchFunctionMode):
     """Context in which ``record_stream`` of CPU tensors has no effect."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -26,7 +26,7 @@ class _DeviceTensors(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _record(value: Any) -> None:
+def _record_stream_recursively(value: Any) -> None:
     if isinstance(value, torch.Tensor):
         if value.is_cuda:
             value.record_stream(torch.cuda.current_stream(value.device))
@@ -35,14 +35,14 @@ def _record(value: Any) -> None:
         try:
             value.record_stream(stream)
         except NotImplementedError:  # of a CPU tensor in the object
-            with _DeviceTensors():
+            with _SkipCpuRecordStream():
                 value.record_stream(stream)
     elif isinstance(value, Mapping):
         for entry in value.values():
-            _record(entry)
+            _record_stream_recursively(entry)
     elif isinstance(value, (list, tuple)):
         for entry in value:
-            _record(entry)
+            _record_stream_recursively(entry)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
-            _record(getattr(value, field.name))
+            _record_stream_recursively(getattr(value, field.name))

@@ -21,7 +21,7 @@ class SubmissionSequencer:
         self._turn = 0
         self._passed: set[int] = set()
 
-    def issue(self) -> SubmissionTicket:
+    def issue_ticket(self) -> SubmissionTicket:
         """Issue the next ticket. Only the thread that submits tasks calls this."""
         number = self._issued
         self._issued += 1

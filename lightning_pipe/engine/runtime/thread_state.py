@@ -16,17 +16,17 @@ import torch
 from lightning_pipe._compat.torch import (
     dispatch_mode_stack,
     function_mode_stack,
+    get_active_saved_tensor_hooks,
     pop_dispatch_mode,
     pop_function_mode,
     push_dispatch_mode,
     push_function_mode,
-    saved_tensor_hooks,
 )
 
 _UNCHANGED = nullcontext()
 
 
-class ThreadState(NamedTuple):
+class TorchThreadState(NamedTuple):
     """Snapshot of a thread's settings. Two snapshots are equal if a task would see no difference."""
 
     grad: bool
@@ -40,9 +40,9 @@ class ThreadState(NamedTuple):
     cuda_device: int | None
 
 
-def get_thread_state() -> ThreadState:
+def get_thread_state() -> TorchThreadState:
     """Take a snapshot of the calling thread's settings."""
-    return ThreadState(
+    return TorchThreadState(
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
         torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None,
@@ -50,19 +50,19 @@ def get_thread_state() -> ThreadState:
         torch.is_autocast_cache_enabled(),
         function_mode_stack(),  # type: ignore[no-untyped-call]
         dispatch_mode_stack(),
-        saved_tensor_hooks(),
+        get_active_saved_tensor_hooks(),
         torch.cuda.current_device() if torch.cuda.is_initialized() else None,  # type: ignore[no-untyped-call]
     )
 
 
-def use_thread_state(state: ThreadState) -> AbstractContextManager[None]:
+def use_thread_state(state: TorchThreadState) -> AbstractContextManager[None]:
     """Run the body of the context under *state*, and restore the thread's own settings afterwards."""
     current = get_thread_state()
-    return _UNCHANGED if current == state else _entered(state, current)
+    return _UNCHANGED if current == state else _apply_thread_state(state, current)
 
 
 @contextmanager
-def _entered(state: ThreadState, current: ThreadState) -> Iterator[None]:
+def _apply_thread_state(state: TorchThreadState, current: TorchThreadState) -> Iterator[None]:
     with ExitStack() as stack:
         if state.inference != current.inference:
             stack.enter_context(torch.inference_mode(state.inference))

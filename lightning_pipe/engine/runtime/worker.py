@@ -28,7 +28,9 @@ class Worker:
     def __init__(self, group: str) -> None:
         self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         # The thread only refers to the queue, so an unused worker can be collected, which ends its thread.
-        self._thread = threading.Thread(target=_serve, args=(self._queue,), name=f"lightning_pipe-{group}", daemon=True)
+        self._thread = threading.Thread(
+            target=_run_queued_calls, args=(self._queue,), name=f"lightning_pipe-{group}", daemon=True
+        )
         weakref.finalize(self, self._queue.put, None)
         self._thread.start()
         _queues[self._thread] = self._queue
@@ -56,7 +58,7 @@ def is_worker_thread() -> bool:
     return getattr(_this_thread, "serves", False)
 
 
-def _serve(queue: SimpleQueue[Callable[[], None] | None]) -> None:
+def _run_queued_calls(queue: SimpleQueue[Callable[[], None] | None]) -> None:
     _this_thread.serves = True
     while (call := queue.get()) is not None:
         call()

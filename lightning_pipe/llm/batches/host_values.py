@@ -25,7 +25,7 @@ class _Copy(NamedTuple):
     result_version: int
 
 
-class RecordedCopies(TorchFunctionMode):
+class HostSourceTracker(TorchFunctionMode):
     """Records which tensor on a device is a copy of which tensor on the host, while it is entered."""
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class RecordedCopies(TorchFunctionMode):
                 self._copies[id(result)] = _Copy(source, source._version, result, result._version)
         return result
 
-    def source(self, tensor: Tensor) -> Tensor | None:
+    def find_host_tensor(self, tensor: Tensor) -> Tensor | None:
         """Tensor on the host with the values of a tensor on a device; None if it is unknown, or one has changed."""
         copy = self._copies.get(id(tensor))
         if copy is None or (copy.source._version, tensor._version) != (copy.source_version, copy.result_version):
@@ -51,14 +51,14 @@ class RecordedCopies(TorchFunctionMode):
         return copy.source
 
 
-def values_on_host(batch: Any, copies: RecordedCopies) -> Any:
+def values_on_host(batch: Any, copies: HostSourceTracker) -> Any:
     """Return a batch with its tensors on the host, or the batch itself if none is on a device."""
     parts = [batch] if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else []
     values = [value for part in parts if isinstance(part, Mapping) for value in part.values()]
     device_values = {id(value): value for value in values if _on_device(value)}
     if not device_values:
         return batch
-    host_copies = {key: copies.source(value) for key, value in device_values.items()}
+    host_copies = {key: copies.find_host_tensor(value) for key, value in device_values.items()}
     streams = {}
     for key, value in device_values.items():
         if host_copies[key] is None:

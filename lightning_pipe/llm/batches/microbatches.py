@@ -52,7 +52,7 @@ class MicroBatches:
         return torch.cat(list(outputs))[: self.rows]
 
 
-def count_tokens(labels: Tensor, ignore_index: int = -100) -> int:
+def count_loss_tokens(labels: Tensor, ignore_index: int = -100) -> int:
     """Number of labels that count in the loss, which are not ``ignore_index``. Labels may have any shape."""
     return int((labels != ignore_index).sum())
 
@@ -62,11 +62,11 @@ def split_batch(
 ) -> MicroBatches:
     """Cut a batch into micro-batches with the same number of rows."""
     if isinstance(batch, Mapping):
-        return _cut(batch, num_microbatches, padding or PadValues(), strict)
+        return _split_rows_into_microbatches(batch, num_microbatches, padding or PadValues(), strict)
     if isinstance(batch, (list, tuple)) and batch and all(isinstance(item, Mapping) for item in batch):
-        return _take(batch, num_microbatches, padding or PadValues(), strict)
+        return _make_microbatches_from_list(batch, num_microbatches, padding or PadValues(), strict)
     raise InputError(
-        f"the batch is {_describe(batch)}; expected a mapping of tensors, or a list of {num_microbatches} such"
+        f"the batch is {_describe_value(batch)}; expected a mapping of tensors, or a list of {num_microbatches} such"
         " mappings, one for each micro-batch. Return one of them from the collate function"
     )
 
@@ -75,21 +75,23 @@ def take_rows(batch: Mapping[str, Any], start: int, count: int, rows: int, paddi
     """Take ``count`` of a batch's ``rows``, from ``start``; values without as many rows are unchanged."""
     return {
         key: value.narrow(dim, start, count) if dim is not None and value.shape[dim] == rows else value
-        for key, value, dim in _with_dims(batch, padding)
+        for key, value, dim in _iter_items_with_row_dim(batch, padding)
     }
 
 
-def _with_dims(batch: Mapping[str, Any], keys: PadValues) -> Iterator[tuple[str, Any, int | None]]:
+def _iter_items_with_row_dim(batch: Mapping[str, Any], keys: PadValues) -> Iterator[tuple[str, Any, int | None]]:
     """Keys and values of a batch with the dimension of their rows; None for a value that has no such dimension."""
     for key, value in batch.items():
         dim = keys.chunk_dims.get(key, 0)
         yield key, value, dim if isinstance(value, Tensor) and dim is not None and value.ndim > dim else None
 
 
-def _take(batch: Sequence[Mapping[str, Any]], num_microbatches: int, keys: PadValues, strict: bool) -> MicroBatches:
+def _make_microbatches_from_list(
+    batch: Sequence[Mapping[str, Any]], num_microbatches: int, keys: PadValues, strict: bool
+) -> MicroBatches:
     """Use a list as micro-batches, which must have the same number of rows and not exceed the schedule's number."""
     items = [dict(item) for item in batch]
-    rows = [_rows(item, keys) for item in items]
+    rows = [_count_rows(item, keys) for item in items]
     if len(set(rows)) > 1:
         raise InputError(
             f"the batch's micro-batches have {rows} rows; expected the same number in each, since a schedule sends"
@@ -107,9 +109,11 @@ def _take(batch: Sequence[Mapping[str, Any]], num_microbatches: int, keys: PadVa
     return MicroBatches(items + [dict(filler) for _ in range(missing)], sum(rows), missing * rows[-1])
 
 
-def _cut(batch: Mapping[str, Any], num_microbatches: int, keys: PadValues, strict: bool) -> MicroBatches:
+def _split_rows_into_microbatches(
+    batch: Mapping[str, Any], num_microbatches: int, keys: PadValues, strict: bool
+) -> MicroBatches:
     """Cut a mapping into groups of consecutive rows."""
-    rows = _rows(batch, keys)
+    rows = _count_rows(batch, keys)
     if num_microbatches == 1:
         return MicroBatches([dict(batch)], rows, 0)
     _check_can_be_cut(batch, rows, num_microbatches, keys)
@@ -122,7 +126,7 @@ def _cut(batch: Mapping[str, Any], num_microbatches: int, keys: PadValues, stric
             " batching.strict_batches=False to add rows without labels"
         )
     padded: dict[str, Any] = dict(batch)
-    for key, value, dim in _with_dims(batch, keys) if missing else ():
+    for key, value, dim in _iter_items_with_row_dim(batch, keys) if missing else ():
         if dim is not None:
             last = value.narrow(dim, rows - 1, 1)
             added = torch.full_like(last, keys.labels) if key == "labels" else last
@@ -132,8 +136,8 @@ def _cut(batch: Mapping[str, Any], num_microbatches: int, keys: PadValues, stric
     return MicroBatches(items, rows, missing)
 
 
-def _rows(batch: Mapping[str, Any], keys: PadValues) -> int:
-    sizes = {key: value.shape[dim] for key, value, dim in _with_dims(batch, keys) if dim is not None}
+def _count_rows(batch: Mapping[str, Any], keys: PadValues) -> int:
+    sizes = {key: value.shape[dim] for key, value, dim in _iter_items_with_row_dim(batch, keys) if dim is not None}
     rows = sizes.get("input_ids", next(iter(sizes.values()), 0))
     if not rows:
         content = "no rows" if sizes else f"the keys {list(batch)} and no tensor with rows"
@@ -142,7 +146,7 @@ def _rows(batch: Mapping[str, Any], keys: PadValues) -> int:
 
 
 def _check_can_be_cut(batch: Mapping[str, Any], rows: int, num_microbatches: int, keys: PadValues) -> None:
-    for key, value, dim in _with_dims(batch, keys):
+    for key, value, dim in _iter_items_with_row_dim(batch, keys):
         if keys.chunk_dims.get(key, 0) is None:
             continue
         fix = f"Set its entry of batching.chunk_dims to None to give all of {key!r} to each micro-batch"
@@ -157,7 +161,7 @@ def _check_can_be_cut(batch: Mapping[str, Any], rows: int, num_microbatches: int
         elif tuple(getattr(value, "shape", ()))[:1] == (rows,):  # such as an array, or a mask of flex attention
             description = f"a {type(value).__name__} of shape {tuple(value.shape)}"
         elif any(True for _ in _tensors_in(value)):
-            description = f"{_describe(value)} with tensors in it"
+            description = f"{_describe_value(value)} with tensors in it"
         else:
             continue
         raise InputError(
@@ -176,7 +180,7 @@ def _tensors_in(value: Any) -> Iterator[Tensor]:
             yield from _tensors_in(inner)
 
 
-def _describe(value: Any) -> str:
+def _describe_value(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
     if isinstance(value, (list, tuple)):

@@ -18,7 +18,7 @@ from lightning_pipe.engine.common.errors import InputError, SetupError
 from lightning_pipe.engine.common.options import check_choice, check_whole_number
 
 
-class _Piece(NamedTuple):
+class _DocumentPiece(NamedTuple):
     """Tokens ``begin`` to ``end`` of a document with its labels."""
 
     number: int
@@ -87,17 +87,17 @@ class PackedDocuments(IterableDataset[dict[str, Tensor]]):
         self.documents, self.length, self.batch_size, self.window = documents, length, batch_size, window
         self.method, self.long_documents, self.seed = method, long_documents, seed
         self.rank, self.num_replicas = rank, num_replicas
-        self._begin(0)
+        self._start_epoch(0)
 
-    def _begin(self, epoch: int) -> None:
+    def _start_epoch(self, epoch: int) -> None:
         # What comes next: the row of the window of the epoch, for the batch.
         self._position, self._resumed = {"epoch": epoch, "window": 0, "row": 0, "batch": 0}, False
 
     def state_dict(self) -> dict[str, Any]:
-        return {**self._position, "order": self._order()}
+        return {**self._position, "order": self._collect_packing_settings()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        saved_order, order = state.get("order"), self._order()
+        saved_order, order = state.get("order"), self._collect_packing_settings()
         if saved_order != order or not self._position.keys() <= state.keys():
             raise SetupError(
                 f"the position was saved for the rows of {saved_order}, and this PackedDocuments has {order}: the same"
@@ -105,18 +105,18 @@ class PackedDocuments(IterableDataset[dict[str, Tensor]]):
             )
         self._position, self._resumed = {name: state[name] for name in self._position}, True
 
-    def _order(self) -> dict[str, Any]:
+    def _collect_packing_settings(self) -> dict[str, Any]:
         """What the order of all rows depends on, besides the tokens."""
         names = ("length", "method", "window", "long_documents", "seed")
         return {"documents": len(self.documents)} | {name: getattr(self, name) for name in names}
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         if self._position["batch"] and not self._resumed:
-            self._begin(self._position["epoch"] + 1)
+            self._start_epoch(self._position["epoch"] + 1)
         self._resumed = False
         worker = get_worker_info()
         number, workers = (worker.id, worker.num_workers) if worker else (0, 1)
-        rows: list[list[_Piece]] = []
+        rows: list[list[_DocumentPiece]] = []
         for row in self._rows():
             rows += [row] if row else []
             if len(rows) == self.batch_size * self.num_replicas or (rows and not row):
@@ -124,9 +124,9 @@ class PackedDocuments(IterableDataset[dict[str, Tensor]]):
                 if (self._position["batch"] - 1) % workers == number:
                     yield self._tensors(rows)
                 rows = []
-        self._begin(self._position["epoch"] + 1)
+        self._start_epoch(self._position["epoch"] + 1)
 
-    def _rows(self) -> Iterator[list[_Piece]]:
+    def _rows(self) -> Iterator[list[_DocumentPiece]]:
         """Rows of all ranks from the position on, and an empty one at the end."""
         total, position = len(self.documents), self._position
         order: Sequence[int] = range(total)
@@ -142,7 +142,7 @@ class PackedDocuments(IterableDataset[dict[str, Tensor]]):
             position["window"], position["row"] = position["window"] + 1, 0
         yield []
 
-    def _pieces(self, index: int) -> Iterator[_Piece]:
+    def _pieces(self, index: int) -> Iterator[_DocumentPiece]:
         document = self.documents[index]
         ids, labels, mask = document, document, None
         try:
@@ -168,9 +168,9 @@ class PackedDocuments(IterableDataset[dict[str, Tensor]]):
                 " padding=False"
             )
         for begin in range(0, tokens, self.length):
-            yield _Piece(index, ids, labels, begin, min(begin + self.length, tokens))
+            yield _DocumentPiece(index, ids, labels, begin, min(begin + self.length, tokens))
 
-    def _tensors(self, rows: list[list[_Piece]]) -> dict[str, Tensor]:
+    def _tensors(self, rows: list[list[_DocumentPiece]]) -> dict[str, Tensor]:
         """Own part of a batch of all ranks."""
         local_rows, shape = rows[self.rank :: self.num_replicas], (self.batch_size, self.length)
         ids, labels = torch.zeros(shape, dtype=torch.long), torch.full(shape, -100)
@@ -179,8 +179,8 @@ class PackedDocuments(IterableDataset[dict[str, Tensor]]):
             start = 0
             for piece in pieces:
                 end = start + piece.end - piece.begin
-                ids[row, start:end] = _tensor(piece, piece.ids[piece.begin : piece.end])
-                following = _tensor(piece, piece.labels[piece.begin + 1 : piece.end + 1])
+                ids[row, start:end] = _convert_ids_to_tensor(piece, piece.ids[piece.begin : piece.end])
+                following = _convert_ids_to_tensor(piece, piece.labels[piece.begin + 1 : piece.end + 1])
                 labels[row, start : start + len(following)] = following
                 positions[row, start:] = torch.arange(self.length - start)
                 start = end
@@ -223,7 +223,7 @@ def assign_documents_to_rows(lengths: Sequence[int], length: int, method: str = 
     return sorted(map(sorted, best)) if len(best) <= len(rows) else rows
 
 
-def split_into_packed_rows(batch: Mapping[str, Tensor]) -> list[dict[str, Any]]:
+def split_packed_batch_by_row(batch: Mapping[str, Tensor]) -> list[dict[str, Any]]:
     """Make a micro-batch of each row of a :class:`PackedDocuments` batch, with the boundaries of its documents.
 
     Use it as the loader's ``collate_fn`` if the model takes ``cu_seq_lens_q/k`` (int32) and ``max_length_q/k`` (int).
@@ -237,7 +237,7 @@ def split_into_packed_rows(batch: Mapping[str, Tensor]) -> list[dict[str, Any]]:
     return micro_batches
 
 
-def _tensor(piece: _Piece, values: Any) -> Tensor:
+def _convert_ids_to_tensor(piece: _DocumentPiece, values: Any) -> Tensor:
     try:
         tensor = values if isinstance(values, Tensor) else torch.tensor(values)
         # The labels of a single token are an empty list, of any dtype.

@@ -44,7 +44,7 @@ class PadValues:
     extra_pad_values: Mapping[str, float] = field(default_factory=dict)
     chunk_dims: Mapping[str, int | None] = field(default_factory=dict)
 
-    def rows_dim(self, key: str) -> int:
+    def get_row_dim(self, key: str) -> int:
         """Dimension of the rows; the next one is the length."""
         return self.chunk_dims.get(key, 0) or 0
 
@@ -53,7 +53,7 @@ class PadValues:
         sequences = {
             key: micro_batch[key] for key in self.pad_value_by_key() if isinstance(micro_batch.get(key), Tensor)
         }
-        shape = next((tuple(value.shape[self.rows_dim(key) :]) for key, value in sequences.items()), ())
+        shape = next((tuple(value.shape[self.get_row_dim(key) :]) for key, value in sequences.items()), ())
         return (shape[0], shape[1]) if len(shape) > 1 else (0, 0)
 
     def pad_value_by_key(self) -> dict[str, float]:
@@ -81,16 +81,16 @@ def pad_microbatch(micro_batch: Mapping[str, Any], length: int, padding: PadValu
     padding = padding or PadValues()
     values = padding.pad_value_by_key()
     sequences = {key: padded[key] for key in values if isinstance(padded.get(key), Tensor)}
-    present = _length(sequences, padding)
+    present = _get_common_sequence_length(sequences, padding)
     if present is not None and present < length:
         for key, value in sequences.items():
             if key == _MASK and value.ndim > 2:
                 padded[key] = _pad_square(value, length)
             else:
                 # F.pad counts dimensions from the last one, two numbers each.
-                after = value.ndim - 2 - padding.rows_dim(key)
+                after = value.ndim - 2 - padding.get_row_dim(key)
                 padded[key] = F.pad(value, (0, 0) * after + (0, length - present), value=values[key])
-    rows = max((value.shape[padding.rows_dim(key)] for key, value in sequences.items()), default=1)
+    rows = max((value.shape[padding.get_row_dim(key)] for key, value in sequences.items()), default=1)
     _extend_last_document(padded, length, rows)
     for key, mask in padded.items():
         if isinstance(mask, BlockMask) and (mask.shape[-2:] != (length, length) or mask.shape[0] not in (1, rows)):
@@ -102,17 +102,17 @@ def pad_microbatch(micro_batch: Mapping[str, Any], length: int, padding: PadValu
     return padded
 
 
-def _as_mask(attends: Tensor, dtype: torch.dtype) -> Tensor:
+def _convert_bool_mask_to_dtype(attends: Tensor, dtype: torch.dtype) -> Tensor:
     """Convert a bool mask (True attends) to a mask of the given dtype."""
     if dtype.is_floating_point:
         return torch.zeros(attends.shape, dtype=dtype, device=attends.device).masked_fill_(~attends, float("-inf"))
     return attends.to(dtype)
 
 
-def _length(sequences: Mapping[str, Tensor], keys: PadValues) -> int | None:
+def _get_common_sequence_length(sequences: Mapping[str, Tensor], keys: PadValues) -> int | None:
     """Current length of all sequences; None if the micro-batch has no sequences."""
     shapes = {key: tuple(value.shape) for key, value in sequences.items()}
-    dims = {key: keys.rows_dim(key) + 1 for key in shapes}
+    dims = {key: keys.get_row_dim(key) + 1 for key in shapes}
     flat = [key for key, shape in shapes.items() if len(shape) <= dims[key]]
     if flat:
         raise InputError(
@@ -137,7 +137,7 @@ def _pad_square(mask: Tensor, length: int) -> Tensor:
             " queries by keys, or (rows, length)"
         )
     itself = torch.eye(length, dtype=torch.bool, device=mask.device)
-    padded = _as_mask(itself, mask.dtype).expand(*mask.shape[:-2], length, length).clone()
+    padded = _convert_bool_mask_to_dtype(itself, mask.dtype).expand(*mask.shape[:-2], length, length).clone()
     padded[..., :present, :present] = mask
     return padded
 

@@ -18,12 +18,12 @@ from functools import cached_property
 from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.engine.observe.timeline import Bar
 from lightning_pipe.engine.planning.plan_choice import interquartile_mean
-from lightning_pipe.llm.measure.layer_bench import PieceResults
-from lightning_pipe.llm.measure.layer_costs import memory_costs, time_costs
+from lightning_pipe.llm.measure.layer_bench import ModelPieceResults
+from lightning_pipe.llm.measure.layer_costs import compute_memory_costs, compute_time_costs
 from lightning_pipe.llm.measure.layer_profile import Footprint, LayerWork
 from lightning_pipe.llm.measure.links import Link
 from lightning_pipe.llm.measure.rank_memory import RankMemory, ShardCounts, estimate_memory, pieces_of_stage
-from lightning_pipe.llm.model.module_config import ModuleConfig
+from lightning_pipe.llm.model.module_config import PPModuleConfig
 from lightning_pipe.llm.schedules.checks import check_microbatches
 from lightning_pipe.llm.schedules.simulation import Actions, Kind, ScheduleTimeline, list_compute_actions, simulate
 from lightning_pipe.llm.schedules.specs import SCHEDULES, ScheduleSpec, count_stages_per_rank
@@ -51,9 +51,9 @@ class ScheduleCandidate:
 class Measurements:
     """Measurements of a model by number of micro-batches; without links, messages take no time."""
 
-    work: Mapping[int, PieceResults[LayerWork]]
-    footprints: Mapping[int, PieceResults[Footprint]]
-    optimizer_bytes: PieceResults[int]
+    work: Mapping[int, ModelPieceResults[LayerWork]]
+    footprints: Mapping[int, ModelPieceResults[Footprint]]
+    optimizer_bytes: ModelPieceResults[int]
     links: Mapping[tuple[int, int], Link] = field(default_factory=dict)
     sharing: ShardCounts = field(default_factory=ShardCounts)
 
@@ -110,7 +110,7 @@ def microbatch_counts(rows: int, pp_size: int) -> list[int]:
 
 
 def list_candidates(
-    config: ModuleConfig,
+    config: PPModuleConfig,
     pp_size: int,
     measured: Measurements,
     *,
@@ -123,18 +123,18 @@ def list_candidates(
     """
     candidates: dict[ScheduleCandidate, None] = {}
     for spec in filter(allowed, SCHEDULES.values()):
-        for per_rank in _stage_counts(spec, pp_size, config.num_layers):
+        for per_rank in _iter_valid_num_stages_per_rank(spec, pp_size, config.num_layers):
             for count in measured.work:
                 try:
                     check_microbatches(spec, count, pp_size, per_rank)
                 except SetupError:
                     continue
-                for layers in _splits(config, pp_size * per_rank, measured, count, by_memory):
+                for layers in _iter_candidate_layer_splits(config, pp_size * per_rank, measured, count, by_memory):
                     candidates[ScheduleCandidate(spec, per_rank, count, layers)] = None
     return list(candidates)
 
 
-def _stage_counts(spec: ScheduleSpec, pp_size: int, num_layers: int) -> Iterator[int]:
+def _iter_valid_num_stages_per_rank(spec: ScheduleSpec, pp_size: int, num_layers: int) -> Iterator[int]:
     for count in range(1, _MOST_STAGES + 1):
         try:
             count_stages_per_rank(spec, pp_size, count)
@@ -144,12 +144,12 @@ def _stage_counts(spec: ScheduleSpec, pp_size: int, num_layers: int) -> Iterator
             yield count
 
 
-def _splits(
-    config: ModuleConfig, num_stages: int, measured: Measurements, count: int, by_memory: bool
+def _iter_candidate_layer_splits(
+    config: PPModuleConfig, num_stages: int, measured: Measurements, count: int, by_memory: bool
 ) -> Iterator[tuple[int, ...]]:
     work, footprints = measured.work[count], measured.footprints[count]
 
-    costs = time_costs(work)
+    costs = compute_time_costs(work)
     splits = [layer_counts(config, split_by_cost(config, num_stages, costs.layers, costs.input or 0.0, costs.output))]
     with suppress(SetupError):  # the weights of input and output modules exceed the layers
         splits.append(layer_counts(config, split_evenly(config, num_stages)))
@@ -162,26 +162,26 @@ def _splits(
     yield from dict.fromkeys(splits)
 
 
-def layer_counts(config: ModuleConfig, stages: Sequence[Sequence[str]]) -> tuple[int, ...]:
+def layer_counts(config: PPModuleConfig, stages: Sequence[Sequence[str]]) -> tuple[int, ...]:
     """Number of layers of each stage, from the names of its modules."""
-    layers = set(config.layers)
+    layers = set(config.layer_fqns)
     return tuple(sum(name in layers for name in stage) for stage in stages)
 
 
 def split_layers_by_memory(
-    config: ModuleConfig,
+    config: PPModuleConfig,
     num_stages: int,
-    footprints: PieceResults[Footprint],
-    optimizer_bytes: PieceResults[int],
+    footprints: ModelPieceResults[Footprint],
+    optimizer_bytes: ModelPieceResults[int],
     live_microbatches: int,
 ) -> tuple[int, ...]:
     """Number of layers of each stage that minimizes the memory of the stage that needs most."""
-    costs = memory_costs(footprints, optimizer_bytes, live_microbatches)
+    costs = compute_memory_costs(footprints, optimizer_bytes, live_microbatches)
     return layer_counts(config, split_by_cost(config, num_stages, costs.layers, costs.input or 0.0, costs.output))
 
 
 def stage_durations(
-    pieces: PieceResults[LayerWork], layers_per_stage: Sequence[int], scales: Mapping[Kind, float] | None = None
+    pieces: ModelPieceResults[LayerWork], layers_per_stage: Sequence[int], scales: Mapping[Kind, float] | None = None
 ) -> dict[tuple[int, Kind], float]:
     """Duration of each stage's work: the sum over its pieces, plus the duration of an empty stage once."""
     factors = scales or {}
@@ -230,7 +230,7 @@ def _timeline(
     return simulate(actions, durations, messages, calibration.overhead)
 
 
-def calibrate(
+def fit_calibration_to_real_steps(
     runs: Sequence[tuple[ScheduleCandidate, Sequence[Sequence[Bar]], float]],
     pp_size: int,
     measured: Measurements,
@@ -277,10 +277,10 @@ def select_finalists(
     return selected
 
 
-def merge_measurements_by_median(measurements: Sequence[PieceResults[LayerWork]]) -> PieceResults[LayerWork]:
+def merge_measurements_by_median(measurements: Sequence[ModelPieceResults[LayerWork]]) -> ModelPieceResults[LayerWork]:
     """Medians of measurements of the same pieces by several ranks."""
 
-    def median(*works: LayerWork) -> LayerWork:
+    def compute_median_work(*works: LayerWork) -> LayerWork:
         return LayerWork(*(statistics.median(column) for column in zip(*works, strict=True)))
 
-    return PieceResults.map(median, *measurements)
+    return ModelPieceResults.map(compute_median_work, *measurements)

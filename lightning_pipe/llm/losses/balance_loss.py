@@ -45,15 +45,18 @@ class BalanceLoss:
                 f"the config has output_router_logits=True and a coefficient of {coefficient}, but the router loss of"
                 f" {type(model).__name__} is not transformers' load_balancing_loss_func({', '.join(_ARGUMENTS)}), which"
                 " is the only one that stages compute. Set output_router_logits=False, and call"
-                " lightning_pipe.llm.model.hf_experts.add_router_losses in build_model. It adds losses to each router"
+                " lightning_pipe.llm.model.hf_experts.register_router_loss_hooks in build_model. It adds"
+                " losses to each router"
             )
         return BalanceLoss(coefficient, model.num_experts_per_tok, model.num_experts)  # type: ignore[arg-type]
 
-    def zeros(self, device: torch.device) -> Tensor:
+    def create_zero_sums(self, device: torch.device) -> Tensor:
         """Sums of no layer. They always have a gradient, whether or not a stage has a router."""
         return torch.zeros(2 * self.experts + 1, device=device, requires_grad=torch.is_grad_enabled())
 
-    def add(self, total: Tensor, router_logits: Sequence[Tensor], counted: Tensor | None) -> Tensor:
+    def add_router_logits_to_sums(
+        self, total: Tensor, router_logits: Sequence[Tensor], counted: Tensor | None
+    ) -> Tensor:
         """Sums over tokens and more layers: choices and probabilities of each expert, and the number of tokens."""
         total = total.clone()
         for logits in router_logits:
@@ -76,12 +79,12 @@ class BalanceLoss:
         """Context that moves the router logits from the results of a base model into a list."""
         captured: list[Tensor] = []
 
-        def take(module: nn.Module, args: Any, output: Any) -> None:
+        def capture_router_logits_hook(module: nn.Module, args: Any, output: Any) -> None:
             if hasattr(output, "router_logits"):
                 captured.extend(output.router_logits or ())
                 output["router_logits"] = None  # otherwise the model would compute the loss of its own layers
 
-        handle = base.register_forward_hook(take)
+        handle = base.register_forward_hook(capture_router_logits_hook)
         try:
             yield captured
         finally:

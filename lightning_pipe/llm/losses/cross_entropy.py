@@ -33,7 +33,7 @@ def summed_cross_entropy(logits: Tensor, labels: Tensor, ignore_index: int = -10
     Raises:
         InputError: the shape of the labels is not that of the logits without the last dimension.
     """
-    _check_shapes("logits", logits, labels)
+    _check_labels_shape("logits", logits, labels)
     flat = _at_least_float32(logits.flatten(0, -2))
     return F.cross_entropy(flat, labels.flatten(), ignore_index=ignore_index, reduction="sum")
 
@@ -99,7 +99,7 @@ def chunked_cross_entropy(
         InputError: the shapes do not match, or the weight is sharded.
         SetupError: in the backward, if it is differentiated again.
     """
-    _check_shapes("hidden states", hidden, labels)
+    _check_labels_shape("hidden states", hidden, labels)
     tensors = {"hidden": hidden, "weight": weight} | ({} if bias is None else {"bias": bias})
     sharded = [name for name, tensor in tensors.items() if isinstance(tensor, DTensor)]
     if sharded:
@@ -156,11 +156,11 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 " whole logits instead"
             )
         hidden, weight, bias, labels = ctx.saved_tensors
-        needs_hidden, needs_weight, needs_bias = (_is_wanted(ctx, index) for index in range(3))
+        needs_hidden, needs_weight, needs_bias = (_backward_needs_input_grad(ctx, index) for index in range(3))
         head, offset = _cast(weight, ctx.compute), _cast(bias, ctx.compute)
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
-        grad_weight = _accumulator(weight) if needs_weight else None
-        grad_bias = _accumulator(bias) if needs_bias else None
+        grad_weight = _make_zero_gradient_sum(weight) if needs_weight else None
+        grad_bias = _make_zero_gradient_sum(bias) if needs_bias else None
         for start in range(0, len(labels), ctx.chunk_tokens):
             part = slice(start, start + ctx.chunk_tokens)
             states = _cast(hidden[part], ctx.compute)
@@ -189,7 +189,7 @@ def _gradient_of_logits(logits: Tensor, labels: Tensor, gradient: Tensor, ignore
     return result.mul_(gradient).masked_fill_(~counts[:, None], 0.0)
 
 
-def _is_wanted(ctx: Any, index: int) -> bool:
+def _backward_needs_input_grad(ctx: Any, index: int) -> bool:
     """Return True if the running backward computes the gradient of this argument.
 
     Schedules that split the backward run it once for the inputs and once for the weights. ``needs_input_grad`` is fixed
@@ -199,7 +199,7 @@ def _is_wanted(ctx: Any, index: int) -> bool:
     return node is not None and will_execute_node(node)
 
 
-def _accumulator(parameter: Tensor) -> Tensor:
+def _make_zero_gradient_sum(parameter: Tensor) -> Tensor:
     return torch.zeros_like(parameter, dtype=torch.promote_types(parameter.dtype, torch.float32))
 
 
@@ -211,7 +211,7 @@ def _at_least_float32(tensor: Tensor) -> Tensor:
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
-def _check_shapes(name: str, values: Tensor, labels: Tensor) -> None:
+def _check_labels_shape(name: str, values: Tensor, labels: Tensor) -> None:
     if values.shape[:-1] != labels.shape:
         raise InputError(
             f"the {name} have the shape {tuple(values.shape)} and the labels {tuple(labels.shape)}; expected labels"
@@ -231,13 +231,15 @@ def check_loss_is_sum(
         return
     rows = len(output)
 
-    def doubled(value: Any) -> Any:
+    def duplicate_rows(value: Any) -> Any:
         has_rows = isinstance(value, Tensor) and value.ndim > 0 and len(value) == rows
         return torch.cat([value, value]) if has_rows else value
 
     try:
         with torch.no_grad():
-            twice = float(summed_loss(doubled(output), {key: doubled(value) for key, value in micro_batch.items()}))
+            twice = float(
+                summed_loss(duplicate_rows(output), {key: duplicate_rows(value) for key, value in micro_batch.items()})
+            )
     except Exception:  # a loss that can be asked for its own rows only
         return
     if abs(twice - once) < 0.1 * abs(once):

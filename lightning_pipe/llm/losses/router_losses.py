@@ -133,7 +133,7 @@ class _RouterLossState:
     ) -> None:
         self._losses = losses
         self._coefficients = balance_coefficient, z_coefficient
-        flat = _flat(logits.detach())
+        flat = _flatten_logits_as_float32(logits.detach())
         weights = (
             flat.new_ones(len(flat))
             if losses.token_mask is None
@@ -148,7 +148,7 @@ class _RouterLossState:
 
     def gradient(self, logits: Tensor) -> Tensor:
         """Gradient of the losses with respect to the logits, in their shape."""
-        flat = _flat(logits)
+        flat = _flatten_logits_as_float32(logits)
         probabilities = flat.softmax(-1)
         balance_coefficient, z_coefficient = self._coefficients
         grad_probabilities = balance_coefficient * flat.shape[-1] * self._shares
@@ -158,7 +158,7 @@ class _RouterLossState:
         return (factor * self._weights * probabilities * (grad_balance + grad_z)).view_as(logits)
 
 
-def _flat(logits: Tensor) -> Tensor:
+def _flatten_logits_as_float32(logits: Tensor) -> Tensor:
     return logits.flatten(0, -2).to(torch.promote_types(logits.dtype, torch.float32))
 
 

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipe._compat.torch import tree_leaves
-from lightning_pipe.llm.model.module_config import ModuleConfig
+from lightning_pipe.llm.model.module_config import PPModuleConfig
 from lightning_pipe.llm.model.shapes import signature
-from lightning_pipe.llm.model.stage_module import StageModule, make_stage, replace_tensors, shallow_copy
+from lightning_pipe.llm.model.stage_module import StageModule, make_stage, replace_module_tensors, shallow_copy
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -25,7 +25,7 @@ LossOf = Callable[[Any, nn.Module], Tensor]
 
 
 @dataclass(frozen=True)
-class LayerPiece:
+class ModelPiece:
     """Piece of a model to measure."""
 
     stage: StageModule
@@ -36,7 +36,7 @@ class LayerPiece:
 
 
 @dataclass(frozen=True)
-class PieceResults(Generic[T]):
+class ModelPieceResults(Generic[T]):
     """Results for the pieces of a model."""
 
     empty: T  # result for a stage without modules
@@ -45,9 +45,9 @@ class PieceResults(Generic[T]):
     output: T  # result for all modules after the layers, and the loss
 
     @staticmethod
-    def map(function: Callable[..., R], *results: PieceResults[Any]) -> PieceResults[R]:
+    def map(function: Callable[..., R], *results: ModelPieceResults[Any]) -> ModelPieceResults[R]:
         """Apply a function, piece by piece, to one or more results for the same model."""
-        return PieceResults(
+        return ModelPieceResults(
             function(*(result.empty for result in results)),
             None if results[0].input is None else function(*(result.input for result in results)),
             tuple(
@@ -62,7 +62,7 @@ class LayerBench:
     """Builds and measures the pieces of a model."""
 
     model: nn.Module
-    config: ModuleConfig
+    config: PPModuleConfig
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     device: torch.device
@@ -70,26 +70,26 @@ class LayerBench:
     layer_key: Callable[[int], Any] = lambda index: None
     within: Callable[[], AbstractContextManager[Any]] = nullcontext
 
-    def measure(self, loss_of: LossOf, question: Callable[[LayerPiece], T]) -> PieceResults[T]:
+    def measure(self, loss_of: LossOf, question: Callable[[ModelPiece], T]) -> ModelPieceResults[T]:
         """Measure each piece; layers with equal class, tensors, plain attributes and inputs are measured once."""
         config = self.config
         inputs, first = self.args, None
         if config.input_fqns:
-            first, inputs = self._ask(self._piece(config.input_fqns, 0, inputs), question)
-        empty, _ = self._ask(self._piece((), 1, inputs), question)
+            first, inputs = self._measure_piece(self._piece(config.input_fqns, 0, inputs), question)
+        empty, _ = self._measure_piece(self._piece((), 1, inputs), question)
         layers: list[T] = []
         measured: dict[Any, tuple[T, tuple[Tensor, ...]]] = {}
-        described = _described([self.model.get_submodule(name) for name in config.layers])
-        for index, (name, description) in enumerate(zip(config.layers, described, strict=True)):
+        described = _make_layer_cost_keys([self.model.get_submodule(name) for name in config.layer_fqns])
+        for index, (name, description) in enumerate(zip(config.layer_fqns, described, strict=True)):
             key = (description, tuple(map(signature, inputs)), self.layer_key(index))
             if key not in measured:
-                measured[key] = self._ask(self._piece((name,), 1, inputs), question)
+                measured[key] = self._measure_piece(self._piece((name,), 1, inputs), question)
             result, inputs = measured[key]
             layers.append(result)
-        last, _ = self._ask(self._piece(config.output_fqns, 2, inputs, loss_of), question)
-        return PieceResults(empty, first, tuple(layers), last)
+        last, _ = self._measure_piece(self._piece(config.output_fqns, 2, inputs, loss_of), question)
+        return ModelPieceResults(empty, first, tuple(layers), last)
 
-    def _ask(self, piece: LayerPiece, question: Callable[[LayerPiece], T]) -> tuple[T, tuple[Tensor, ...]]:
+    def _measure_piece(self, piece: ModelPiece, question: Callable[[ModelPiece], T]) -> tuple[T, tuple[Tensor, ...]]:
         """Measurement of a piece, and placeholders of its outputs."""
         with self.within():
             return question(piece), tuple(map(_hidden_like, piece.run(*piece.inputs)))
@@ -100,45 +100,45 @@ class LayerBench:
         stage_index: int,
         inputs: tuple[Any, ...],
         loss_of: LossOf | None = None,
-    ) -> LayerPiece:
+    ) -> ModelPiece:
         """Build one of three stages, which holds the input modules, a layer, or the output modules."""
         stage = make_stage(shallow_copy(self.model), self.config, names, stage_index, 3).train()
         stage.balance = None  # sums of routers cost little
         with self.within():
-            fill_with_placeholders(stage, self.device)
+            randomize_module_tensors(stage, self.device)
         self.prepare(stage)
         result_of = None if loss_of is None else lambda output: loss_of(output, stage.module)
 
-        def run(*args: Any) -> tuple[Tensor, ...]:
+        def run_stage(*args: Any) -> tuple[Tensor, ...]:
             output = stage(*args, result_of=result_of, **self.kwargs)
             return output if isinstance(output, tuple) else (output,)
 
         modules = tuple(map(stage.module.get_submodule, names))
         batch = tuple(leaf for leaf in tree_leaves((self.args, dict(self.kwargs))) if isinstance(leaf, Tensor))
-        return LayerPiece(stage, modules, run, inputs, batch)
+        return ModelPiece(stage, modules, run_stage, inputs, batch)
 
 
-def fill_with_placeholders(stage: nn.Module, device: torch.device) -> None:
+def randomize_module_tensors(stage: nn.Module, device: torch.device) -> None:
     """Replace a stage's tensors, in place, by placeholders that differ only in their values: small and varied."""
 
-    def placeholder(tensor: Tensor) -> Tensor:
+    def make_random_placeholder(tensor: Tensor) -> Tensor:
         # Tensors that are not parameters may be variances or frequencies, so their values are positive.
-        return _some_values(tensor, device, *((-0.1, 0.1) if isinstance(tensor, nn.Parameter) else (0.1, 1.0)))
+        return _rand_uniform_like(tensor, device, *((-0.1, 0.1) if isinstance(tensor, nn.Parameter) else (0.1, 1.0)))
 
-    replace_tensors(stage, placeholder)
+    replace_module_tensors(stage, make_random_placeholder)
 
 
-def _some_values(tensor: Tensor, device: torch.device, low: float, high: float) -> Tensor:
+def _rand_uniform_like(tensor: Tensor, device: torch.device, low: float, high: float) -> Tensor:
     bare = torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
     generator = torch.Generator(device).manual_seed(0)
     return bare.uniform_(low, high, generator=generator) if bare.is_floating_point() else bare
 
 
 def _hidden_like(output: Tensor) -> Tensor:
-    return _some_values(output, output.device, -1.0, 1.0).requires_grad_(output.is_floating_point())
+    return _rand_uniform_like(output, output.device, -1.0, 1.0).requires_grad_(output.is_floating_point())
 
 
-def _described(layers: Sequence[nn.Module]) -> list[Any]:
+def _make_layer_cost_keys(layers: Sequence[nn.Module]) -> list[Any]:
     """Description of each layer that determines its cost; attributes that equal the layer's index are ignored."""
     plain = [
         {

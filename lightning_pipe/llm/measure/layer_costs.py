@@ -14,27 +14,27 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_pipe.engine.ranks.object_collectives import run_on_rank
-from lightning_pipe.llm.measure.layer_bench import LossOf, PieceResults
+from lightning_pipe.llm.measure.layer_bench import LossOf, ModelPieceResults
 from lightning_pipe.llm.measure.layer_profile import Footprint, LayerWork, measure_footprints, measure_layer_times
-from lightning_pipe.llm.model.module_config import ModuleConfig
+from lightning_pipe.llm.model.module_config import PPModuleConfig
 
 CostUnit = Literal["time", "memory"]
 
 
-def time_costs(work: PieceResults[LayerWork]) -> PieceResults[float]:
+def compute_time_costs(work: ModelPieceResults[LayerWork]) -> ModelPieceResults[float]:
     """Time of forward and backward of each piece."""
-    return _beyond_empty(PieceResults.map(lambda piece: piece.forward + piece.backward, work))
+    return _subtract_empty_stage_cost(ModelPieceResults.map(lambda piece: piece.forward + piece.backward, work))
 
 
-def memory_costs(
-    footprints: PieceResults[Footprint], states: PieceResults[int], live_microbatches: int
-) -> PieceResults[float]:
+def compute_memory_costs(
+    footprints: ModelPieceResults[Footprint], states: ModelPieceResults[int], live_microbatches: int
+) -> ModelPieceResults[float]:
     """Memory of each piece: parameters, gradients, buffers, optimizer states, and activations kept for backward.
 
     A piece's output counts for the piece itself, not for the next one.
     """
 
-    def cost(footprint: Footprint, state_bytes: int) -> float:
+    def sum_piece_bytes(footprint: Footprint, state_bytes: int) -> float:
         return (
             footprint.parameters
             + footprint.gradients
@@ -43,16 +43,16 @@ def memory_costs(
             + live_microbatches * footprint.after_forward
         )
 
-    return _beyond_empty(PieceResults.map(cost, footprints, states))
+    return _subtract_empty_stage_cost(ModelPieceResults.map(sum_piece_bytes, footprints, states))
 
 
-def _beyond_empty(costs: PieceResults[float]) -> PieceResults[float]:
-    return PieceResults.map(lambda cost: max(cost - costs.empty, 0.0), costs)
+def _subtract_empty_stage_cost(costs: ModelPieceResults[float]) -> ModelPieceResults[float]:
+    return ModelPieceResults.map(lambda cost: max(cost - costs.empty, 0.0), costs)
 
 
 def measure_costs(
     model: nn.Module,
-    config: ModuleConfig,
+    config: PPModuleConfig,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     loss_of: LossOf,
@@ -62,15 +62,17 @@ def measure_costs(
     optimizer_states: int = 2,
     group: dist.ProcessGroup | None = None,
     clock: Callable[[], float] = time.perf_counter,
-) -> PieceResults[float]:
+) -> ModelPieceResults[float]:
     """Measure the cost of the input modules, of each layer and of the output modules, with one micro-batch."""
 
-    def measured() -> PieceResults[float]:
+    def measure_on_this_rank() -> ModelPieceResults[float]:
         if unit == "time":
-            return time_costs(measure_layer_times(model, config, args, kwargs, loss_of, parts=False, clock=clock))
+            return compute_time_costs(
+                measure_layer_times(model, config, args, kwargs, loss_of, parts=False, clock=clock)
+            )
         footprints = measure_footprints(model, config, args, kwargs, loss_of)
-        states = PieceResults.map(lambda footprint: optimizer_states * footprint.gradients, footprints)
-        return memory_costs(footprints, states, microbatches)
+        states = ModelPieceResults.map(lambda footprint: optimizer_states * footprint.gradients, footprints)
+        return compute_memory_costs(footprints, states, microbatches)
 
     failed = "the first rank could not measure what layers cost"
-    return measured() if group is None else run_on_rank(measured, failed, group)
+    return measure_on_this_rank() if group is None else run_on_rank(measure_on_this_rank, failed, group)

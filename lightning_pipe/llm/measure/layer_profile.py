@@ -26,19 +26,19 @@ from lightning_pipe._compat.torch import (
     GROUPED_MM,
     FakeTensorMode,
     TorchDispatchMode,
+    get_operator_schema,
+    get_overload_packet,
     is_view,
-    overloads_of,
-    schema_of,
     tree_leaves,
     tree_map_only,
 )
 from lightning_pipe._compat.transformers import disable_packed_sequence_detection
 from lightning_pipe.engine.common.errors import SetupError
-from lightning_pipe.llm.measure.layer_bench import LayerBench, LayerPiece, LossOf, PieceResults
+from lightning_pipe.llm.measure.layer_bench import LayerBench, LossOf, ModelPiece, ModelPieceResults
 from lightning_pipe.llm.measure.live_bytes import LiveBytes
 from lightning_pipe.llm.model.hf_experts import experts_of
-from lightning_pipe.llm.model.module_config import ModuleConfig
-from lightning_pipe.llm.model.shapes import NoConditions
+from lightning_pipe.llm.model.module_config import PPModuleConfig
+from lightning_pipe.llm.model.shapes import FalseTensorBoolMode
 from lightning_pipe.llm.model.stage_module import StageModule
 
 _CPU = torch.device("cpu")
@@ -76,7 +76,7 @@ class Footprint:
 
 def measure_layer_times(
     model: nn.Module,
-    config: ModuleConfig,
+    config: PPModuleConfig,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     loss_of: LossOf,
@@ -86,38 +86,38 @@ def measure_layer_times(
     varies: Callable[[int], Any] = lambda index: None,
     parts: bool = True,
     clock: Callable[[], float] = time.perf_counter,
-) -> PieceResults[LayerWork]:
+) -> ModelPieceResults[LayerWork]:
     """Measure the seconds of each piece for one micro-batch: medians of five runs, after two warm-up runs.
 
     It runs under the autocast mode of the caller. Random states are preserved.
     """
-    watch = _LayerWatch(clock, device, parts)
+    watch = _PieceTimer(clock, device, parts)
     bench = LayerBench(model, config, args, kwargs, device, prepare, varies)
     with torch.random.fork_rng(devices=[] if device.type == "cpu" else [device]), torch.enable_grad():
-        return bench.measure(loss_of, watch.work)
+        return bench.measure(loss_of, watch.time_piece)
 
 
-class _LayerWatch:
+class _PieceTimer:
     def __init__(self, clock: Callable[[], float], device: torch.device, parts: bool) -> None:
         self._clock = clock
         self._device = device
         self._parts = parts
 
-    def work(self, piece: LayerPiece) -> LayerWork:
+    def time_piece(self, piece: ModelPiece) -> LayerWork:
         runs = [self._run(piece) for _ in range(_WARM_UPS + _RUNS)][_WARM_UPS:]
         return LayerWork(*(statistics.median(column) for column in zip(*runs, strict=True)))
 
-    def _run(self, piece: LayerPiece) -> LayerWork:
-        forward, (outputs, inputs) = self._timed(lambda: _forward(piece))
-        backward, _ = self._timed(lambda: _backward(outputs))
-        if not self._parts or not _has_parts(piece, inputs):
+    def _run(self, piece: ModelPiece) -> LayerWork:
+        forward, (outputs, inputs) = self._time_call(lambda: _run_piece_forward(piece))
+        backward, _ = self._time_call(lambda: _run_full_backward(outputs))
+        if not self._parts or not _can_split_backward(piece, inputs):
             return LayerWork(forward, backward, 0.0, backward)
-        outputs, inputs = _forward(piece)
-        first, groups = self._timed(lambda: _input_backward(piece, outputs, inputs))
-        second, _ = self._timed(lambda: _weight_backward(piece, groups))
+        outputs, inputs = _run_piece_forward(piece)
+        first, groups = self._time_call(lambda: _input_backward(piece, outputs, inputs))
+        second, _ = self._time_call(lambda: _weight_backward(piece, groups))
         return LayerWork(forward, backward, first, second)
 
-    def _timed(self, work: Callable[[], Any]) -> tuple[float, Any]:
+    def _time_call(self, work: Callable[[], Any]) -> tuple[float, Any]:
         begin = self._now()
         result = work()
         return self._now() - begin, result
@@ -130,14 +130,14 @@ class _LayerWatch:
 
 def measure_footprints(
     model: nn.Module,
-    config: ModuleConfig,
+    config: PPModuleConfig,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     loss_of: LossOf,
     *,
     prepare: Callable[[StageModule], object] = lambda stage: None,
     varies: Callable[[int], Any] = lambda index: None,
-) -> PieceResults[Footprint]:
+) -> ModelPieceResults[Footprint]:
     """Find the bytes and operations of each piece for one micro-batch, by running it on tensors without memory.
 
     Temporary memory within an operation is not seen. A model that reads the values of its tensors is run with values,
@@ -146,13 +146,19 @@ def measure_footprints(
     mode = FakeTensorMode(allow_non_fake_inputs=True)  # targets of the loss
 
     @contextmanager
-    def without_memory() -> Iterator[None]:
-        with mode, NoConditions(), _PaddedAttention(), _GroupedProducts(), disable_packed_sequence_detection():
+    def fake_tensor_modes() -> Iterator[None]:
+        with (
+            mode,
+            FalseTensorBoolMode(),
+            _PadValueHeadDimMode(),
+            _FakeGroupedMmMode(),
+            disable_packed_sequence_detection(),
+        ):
             yield
 
-    def weighed(
+    def measure_pieces_on_cpu(
         convert: Callable[[Tensor], Tensor], context: Callable[[], AbstractContextManager[None]]
-    ) -> PieceResults[Footprint]:
+    ) -> ModelPieceResults[Footprint]:
         with context():
             converted_args, converted_kwargs = tree_map_only(Tensor, convert, (args, dict(kwargs)))
         bench = LayerBench(model, config, converted_args, converted_kwargs, _CPU, prepare, varies, context)
@@ -160,27 +166,27 @@ def measure_footprints(
             return bench.measure(loss_of, _measure_footprint)
 
     try:
-        return weighed(_without_memory, without_memory)
+        return measure_pieces_on_cpu(_empty_cpu_like, fake_tensor_modes)
     except Exception as error:  # any exception: code may fail in any way without values
         leaves = tree_leaves((args, dict(kwargs)))
         if isinstance(error, SetupError) or any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in leaves):
             raise
-    return weighed(Tensor.cpu, nullcontext)
+    return measure_pieces_on_cpu(Tensor.cpu, nullcontext)
 
 
-def _without_memory(tensor: Tensor) -> Tensor:
+def _empty_cpu_like(tensor: Tensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", requires_grad=tensor.requires_grad)
 
 
-def _measure_footprint(piece: LayerPiece) -> Footprint:
+def _measure_footprint(piece: ModelPiece) -> Footprint:
     parameters = {id(parameter): parameter for module in piece.modules for parameter in module.parameters()}.values()
     buffers = {id(buffer): buffer for module in piece.modules for buffer in module.buffers()}.values()
     for parameter in piece.stage.parameters():
         parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
-    after_forward, in_forward, in_backward, output_bytes, operations = _run_whole(piece)
+    after_forward, in_forward, in_backward, output_bytes, operations = _measure_with_full_backward(piece)
     after_input_backward, in_first, in_second, first, second = after_forward, 0, in_backward, 0.0, operations[1]
-    if _has_parts(piece, piece.inputs):
-        after_input_backward, in_first, in_second, first, second = _run_parts(piece)
+    if _can_split_backward(piece, piece.inputs):
+        after_input_backward, in_first, in_second, first, second = _measure_with_split_backward(piece)
     return Footprint(
         sum(parameter.nbytes for parameter in parameters),
         sum(parameter.nbytes for parameter in parameters if parameter.requires_grad),
@@ -197,19 +203,19 @@ def _measure_footprint(piece: LayerPiece) -> Footprint:
     )
 
 
-def _run_whole(piece: LayerPiece) -> tuple[int, int, int, int, tuple[float, float]]:
-    with _counted() as (live, operations):
-        outputs, _ = _forward(piece)
+def _measure_with_full_backward(piece: ModelPiece) -> tuple[int, int, int, int, tuple[float, float]]:
+    with _live_byte_and_flop_counters() as (live, operations):
+        outputs, _ = _run_piece_forward(piece)
         forward, after_forward, in_forward = operations(), live.current, live.peak
         live.peak = live.current
-        _backward(outputs)
+        _run_full_backward(outputs)
         output_bytes = sum(output.nbytes for output in outputs)
         return after_forward, in_forward, live.peak - after_forward, output_bytes, (forward, operations() - forward)
 
 
-def _run_parts(piece: LayerPiece) -> tuple[int, int, int, float, float]:
-    with _counted() as (live, operations):
-        outputs, inputs = _forward(piece)
+def _measure_with_split_backward(piece: ModelPiece) -> tuple[int, int, int, float, float]:
+    with _live_byte_and_flop_counters() as (live, operations):
+        outputs, inputs = _run_piece_forward(piece)
         forward, after_forward, live.peak = operations(), live.current, live.current
         groups = _input_backward(piece, outputs, inputs)
         in_first, first = live.peak - after_forward, operations() - forward
@@ -222,14 +228,14 @@ def _run_parts(piece: LayerPiece) -> tuple[int, int, int, float, float]:
 
 
 @contextmanager
-def _counted() -> Iterator[tuple[LiveBytes, Callable[[], float]]]:
+def _live_byte_and_flop_counters() -> Iterator[tuple[LiveBytes, Callable[[], float]]]:
     """Count bytes, and operations so far."""
     # Entered for forward and backward together: selective checkpointing must see the same modes in both.
-    with LiveBytes() as live, _Operations() as operations:
+    with LiveBytes() as live, _FlopCounter() as operations:
         yield live, lambda: operations.total
 
 
-class _Operations(TorchDispatchMode):
+class _FlopCounter(TorchDispatchMode):
     """Counts as ``FlopCounterMode``, whose module hooks do not work with a backward in parts.
 
     Unlike it, it counts products of experts, and half of causal attention, whose kernels skip the masked half.
@@ -240,19 +246,19 @@ class _Operations(TorchDispatchMode):
         self.total = 0.0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        output, packet = func(*args, **(kwargs or {})), overloads_of(func)
+        output, packet = func(*args, **(kwargs or {})), get_overload_packet(func)
         if func is GROUPED_MM:
             rows, width = args[0].shape[-2:]
             self.total += 2 * rows * width * args[1].shape[-1]
         elif (count_flops := flop_registry.get(SAME_FLOPS_OPERATORS.get(packet, packet))) is not None:
             flops = count_flops(*args, **(kwargs or {}), out_val=output)
-            names = [argument.name for argument in schema_of(func).arguments]
+            names = [argument.name for argument in get_operator_schema(func).arguments]
             arguments = {**dict(zip(names, args, strict=False)), **(kwargs or {})}
             self.total += flops / 2 if arguments.get("is_causal") is True else flops
         return output
 
 
-class _PaddedAttention(TorchFunctionMode):
+class _PadValueHeadDimMode(TorchFunctionMode):
     """Attention whose values are narrower than its keys (DeepSeek-V3), with values padded as for flash attention.
 
     On a CPU, PyTorch would compute it from whole matrices of scores, which a GPU's kernels do not have.
@@ -269,7 +275,7 @@ class _PaddedAttention(TorchFunctionMode):
         return func(query, key, padded, *options, **(kwargs or {}))[..., :width]
 
 
-class _GroupedProducts(TorchDispatchMode):
+class _FakeGroupedMmMode(TorchDispatchMode):
     """Products of experts on fake tensors, which PyTorch refuses in float32, although it computes them on real ones."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -283,7 +289,7 @@ class _GroupedProducts(TorchDispatchMode):
 # ---------------------------------------------------------------------- a piece's work, as PyTorch's stages do it
 
 
-def _forward(piece: LayerPiece) -> tuple[tuple[Tensor, ...], tuple[Any, ...]]:
+def _run_piece_forward(piece: ModelPiece) -> tuple[tuple[Tensor, ...], tuple[Any, ...]]:
     """Outputs and inputs of a forward; the inputs are leaves without gradients, as a stage receives them."""
     inputs = tuple(
         value.detach().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
@@ -292,17 +298,17 @@ def _forward(piece: LayerPiece) -> tuple[tuple[Tensor, ...], tuple[Any, ...]]:
     return piece.run(*inputs), inputs
 
 
-def _backward(outputs: Sequence[Tensor]) -> None:
+def _run_full_backward(outputs: Sequence[Tensor]) -> None:
     if trained := [output for output in outputs if output.requires_grad]:
         torch.autograd.backward(trained, list(map(torch.ones_like, trained)))
 
 
-def _has_parts(piece: LayerPiece, inputs: tuple[Any, ...]) -> bool:
+def _can_split_backward(piece: ModelPiece, inputs: tuple[Any, ...]) -> bool:
     """Return True if the piece has modules and inputs that require gradients."""
     return bool(piece.modules) and any(isinstance(value, Tensor) and value.requires_grad for value in inputs)
 
 
-def _input_backward(piece: LayerPiece, outputs: Sequence[Tensor], inputs: tuple[Any, ...]) -> list[dict[str, Any]]:
+def _input_backward(piece: ModelPiece, outputs: Sequence[Tensor], inputs: tuple[Any, ...]) -> list[dict[str, Any]]:
     # PyTorch detaches outputs in place; see ``TimedStage``.
     trained = [output.clone() if is_view(output) else output for output in outputs if output.requires_grad]
     gradients = list(map(torch.ones_like, trained)) if all(output.dim() for output in trained) else None
@@ -310,5 +316,5 @@ def _input_backward(piece: LayerPiece, outputs: Sequence[Tensor], inputs: tuple[
     return groups
 
 
-def _weight_backward(piece: LayerPiece, groups: list[dict[str, Any]]) -> None:
+def _weight_backward(piece: ModelPiece, groups: list[dict[str, Any]]) -> None:
     stage_backward_weight(piece.stage.parameters(), groups)

@@ -37,11 +37,11 @@ class LiveBytes(TorchDispatchMode):
         input_keys = {storage_key(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
         for leaf in tree_leaves(output):
             if isinstance(leaf, Tensor) and (key := storage_key(leaf)) not in input_keys and key not in self._sizes:
-                self._count(leaf, key)
+                self._add_storage_bytes(leaf, key)
         self.peak = max(self.peak, self.current)
         return output
 
-    def _count(self, tensor: Tensor, key: int) -> None:
+    def _add_storage_bytes(self, tensor: Tensor, key: int) -> None:
         storage = tensor.untyped_storage()
         self._sizes[key] = storage.nbytes()
         self.current += self._sizes[key]

@@ -13,7 +13,7 @@ from functools import partial
 from typing import NamedTuple, TypeVar
 
 from lightning_pipe._compat.pipelining import Action
-from lightning_pipe.llm.measure.layer_bench import PieceResults
+from lightning_pipe.llm.measure.layer_bench import ModelPieceResults
 from lightning_pipe.llm.measure.layer_profile import Footprint
 from lightning_pipe.llm.schedules.simulation import KINDS, Actions
 
@@ -55,7 +55,7 @@ class RankMemory:
 
 
 @dataclass(frozen=True)
-class _StageMemory:
+class _StageActivationMemory:
     """Memory of one stage and micro-batch: bytes its actions leave, and peaks beyond the memory already in use."""
 
     after_forward: int
@@ -68,38 +68,43 @@ class _StageMemory:
     in_weight_backward: int
 
 
-class _Shared(NamedTuple):
+class _ShardedBytes(NamedTuple):
     """Bytes of a piece on one rank: its own part, and the whole that FSDP2 gathers (0 if it gathers nothing)."""
 
     local: int
     gathered: int
 
     @classmethod
-    def from_sizes(cls, size: int, experts: int, tensor: int, sharing: ShardCounts) -> _Shared:
-        common, experts = _divide(size - experts, tensor), _divide(experts, tensor)
-        local = _divide(common, sharing.shard) + _divide(experts, max(sharing.shard, sharing.expert))
+    def from_sizes(cls, size: int, experts: int, tensor: int, sharing: ShardCounts) -> _ShardedBytes:
+        common, experts = _ceil_div(size - experts, tensor), _ceil_div(experts, tensor)
+        local = _ceil_div(common, sharing.shard) + _ceil_div(experts, max(sharing.shard, sharing.expert))
         # FSDP2 shards experts over the ranks that hold the same ones.
-        gathered_experts = _divide(experts, sharing.expert) if sharing.shard > sharing.expert else 0
+        gathered_experts = _ceil_div(experts, sharing.expert) if sharing.shard > sharing.expert else 0
         return cls(local, gathered_experts + (common if sharing.shard > 1 else 0))
 
 
 class _PieceMemory(NamedTuple):
-    parameters: _Shared
-    gradients: _Shared
-    optimizer: _Shared
+    parameters: _ShardedBytes
+    gradients: _ShardedBytes
+    optimizer: _ShardedBytes
     buffers: int
 
     @classmethod
     def from_footprint(cls, sharing: ShardCounts, piece: Footprint, states: int, tensor: int) -> _PieceMemory:
         """Memory of a piece on one rank; experts have the same share of gradients and states as of parameters."""
 
-        def shared(size: int) -> _Shared:
-            return _Shared.from_sizes(size, size * piece.experts // max(piece.parameters, 1), tensor, sharing)
+        def compute_sharded_bytes(size: int) -> _ShardedBytes:
+            return _ShardedBytes.from_sizes(size, size * piece.experts // max(piece.parameters, 1), tensor, sharing)
 
-        return cls(shared(piece.parameters), shared(piece.gradients), shared(states), piece.buffers)
+        return cls(
+            compute_sharded_bytes(piece.parameters),
+            compute_sharded_bytes(piece.gradients),
+            compute_sharded_bytes(states),
+            piece.buffers,
+        )
 
 
-def pieces_of_stage(pieces: PieceResults[T], layers_per_stage: Sequence[int], stage: int) -> list[T]:
+def pieces_of_stage(pieces: ModelPieceResults[T], layers_per_stage: Sequence[int], stage: int) -> list[T]:
     """Pieces of a stage, in the order of its forward."""
     first = sum(layers_per_stage[:stage])
     layers = list(pieces.layers[first : first + layers_per_stage[stage]])
@@ -110,8 +115,8 @@ def pieces_of_stage(pieces: PieceResults[T], layers_per_stage: Sequence[int], st
 def estimate_memory(
     actions: Actions,
     layers_per_stage: Sequence[int],
-    pieces: PieceResults[Footprint],
-    optimizer_bytes: PieceResults[int],
+    pieces: ModelPieceResults[Footprint],
+    optimizer_bytes: ModelPieceResults[int],
     *,
     sharing: ShardCounts | None = None,
     keeps_messages: bool = True,
@@ -120,9 +125,13 @@ def estimate_memory(
     shared = sharing or ShardCounts()
     microbatches = 1 + max((action.microbatch_index or 0 for row in actions.values() for action in row), default=0)
     numbers = range(len(layers_per_stage))
-    stages = [_stage_memory(pieces, layers_per_stage, stage, shared, keeps_messages) for stage in numbers]
-    sharers = PieceResults(1, 1, (shared.tensor,) * len(pieces.layers), 1)  # ranks that share the matrices of a piece
-    owned = PieceResults.map(partial(_PieceMemory.from_footprint, shared), pieces, optimizer_bytes, sharers)
+    stages = [
+        _estimate_stage_activation_memory(pieces, layers_per_stage, stage, shared, keeps_messages) for stage in numbers
+    ]
+    sharers = ModelPieceResults(
+        1, 1, (shared.tensor,) * len(pieces.layers), 1
+    )  # ranks that share the matrices of a piece
+    owned = ModelPieceResults.map(partial(_PieceMemory.from_footprint, shared), pieces, optimizer_bytes, sharers)
     stage_pieces = [pieces_of_stage(owned, layers_per_stage, stage) for stage in numbers]
     unreduced = [
         round(shared.unreduced_to_reduced_bytes * sum(piece.gradients.gathered for piece in parts))
@@ -133,7 +142,7 @@ def estimate_memory(
         rank_stages = sorted({action.stage_index for action in row})
         parts = [piece for stage in rank_stages for piece in stage_pieces[stage]]
         gathered = [piece.parameters.gathered for piece in parts]
-        activations, in_step, live = _peak(row, stages, unreduced)
+        activations, in_step, live = _find_activation_and_gradient_peak(row, stages, unreduced)
         ranks.append(
             RankMemory(
                 parameters=sum(piece.parameters.local for piece in parts)
@@ -142,7 +151,8 @@ def estimate_memory(
                 optimizer=sum(piece.optimizer.local for piece in parts),
                 buffers=pieces.empty.buffers * len(rank_stages) + sum(piece.buffers for piece in parts),
                 messages=sum(
-                    _messages(stages, stage, len(rank_stages), microbatches, keeps_messages) for stage in rank_stages
+                    _estimate_message_buffer_bytes(stages, stage, len(rank_stages), microbatches, keeps_messages)
+                    for stage in rank_stages
                 ),
                 activations=activations,
                 live_microbatches=live,
@@ -151,13 +161,13 @@ def estimate_memory(
     return ranks
 
 
-def _stage_memory(
-    pieces: PieceResults[Footprint],
+def _estimate_stage_activation_memory(
+    pieces: ModelPieceResults[Footprint],
     layers_per_stage: Sequence[int],
     stage: int,
     sharing: ShardCounts,
     keeps_messages: bool,
-) -> _StageMemory:
+) -> _StageActivationMemory:
     parts = pieces_of_stage(pieces, layers_per_stage, stage)
     after_forward, after_input_backward = pieces.empty.after_forward, pieces.empty.after_forward
     in_forward = in_backward = in_first = in_second = 0
@@ -172,7 +182,7 @@ def _stage_memory(
     # The first part of a backward frees little until it has passed all pieces, so the held memory adds up.
     in_first = max(in_first, after_input_backward)
     first = next(iter(parts), pieces.empty)
-    received = 0 if stage == 0 else _hidden(pieces, layers_per_stage, stage)
+    received = 0 if stage == 0 else _get_received_hidden_bytes(pieces, layers_per_stage, stage)
     output = parts[-1].output if parts else first.output
     numbers = [
         after_forward,
@@ -187,16 +197,20 @@ def _stage_memory(
     if not keeps_messages:  # a received input exists until its backward
         numbers[0] += received
         numbers[1] += received
-    return _StageMemory(*(_divide(max(number, 0), sharing.context) for number in numbers))
+    return _StageActivationMemory(*(_ceil_div(max(number, 0), sharing.context) for number in numbers))
 
 
-def _hidden(pieces: PieceResults[Footprint], layers_per_stage: Sequence[int], stage: int) -> int:
+def _get_received_hidden_bytes(
+    pieces: ModelPieceResults[Footprint], layers_per_stage: Sequence[int], stage: int
+) -> int:
     """Bytes of the hidden states that a stage after the first receives."""
     previous = pieces_of_stage(pieces, layers_per_stage, stage - 1)
     return previous[-1].output if previous else pieces.empty.output
 
 
-def _peak(row: Sequence[Action], stages: Sequence[_StageMemory], unreduced: Sequence[int]) -> tuple[int, int, int]:
+def _find_activation_and_gradient_peak(
+    row: Sequence[Action], stages: Sequence[_StageActivationMemory], unreduced: Sequence[int]
+) -> tuple[int, int, int]:
     """Bytes of activations and of unreduced gradients at the peak of their sum, and most live micro-batches.
 
     Micro-batches count once for each stage. Gradients of a stage are reduced after its last backward.
@@ -229,8 +243,8 @@ def _peak(row: Sequence[Action], stages: Sequence[_StageMemory], unreduced: Sequ
     return *peak, most_live
 
 
-def _messages(
-    stages: Sequence[_StageMemory], stage: int, stages_of_rank: int, microbatches: int, keeps_messages: bool
+def _estimate_message_buffer_bytes(
+    stages: Sequence[_StageActivationMemory], stage: int, stages_of_rank: int, microbatches: int, keeps_messages: bool
 ) -> int:
     """Bytes of receive buffers for hidden states and their gradients, and of sent tensors that PyTorch keeps."""
     last = stage == len(stages) - 1
@@ -242,5 +256,5 @@ def _messages(
     return microbatches * (received + output)
 
 
-def _divide(number: int, parts: int) -> int:
+def _ceil_div(number: int, parts: int) -> int:
     return -(-number // parts)

@@ -30,16 +30,16 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from lightning_pipe._compat.torch import (
     function_mode_count,
     function_mode_stack,
+    get_operator_schema,
     pop_function_mode,
     push_function_mode,
-    schema_of,
     tree_leaves,
 )
 from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.engine.common.options import check_choice, check_whole_number
 from lightning_pipe.llm.model.hf_experts import has_routers
 from lightning_pipe.llm.model.routing_replay import LayerRouting, current_routing
-from lightning_pipe.llm.model.stage_module import PassThrough, StageModule
+from lightning_pipe.llm.model.stage_module import PassThroughModule, StageModule
 
 Mode = Literal["full", "selective"]
 
@@ -105,7 +105,7 @@ def apply_activation_checkpoint(
     """
     for name in layers[::every_n_layers]:
         layer: Any = stage.module.get_submodule(name)
-        if not isinstance(layer, PassThrough):
+        if not isinstance(layer, PassThroughModule):
             # A partial of a bound method is copied with the layer, so that a copy runs its own forward.
             layer.forward = functools.partial(_checkpointed, layer.forward, mode == "selective", has_routers(layer))
 
@@ -118,57 +118,65 @@ def _checkpointed(forward: Callable[..., Any], selective: bool, routes: bool, /,
         # The compiler requires contexts to be created here, and does not accept null contexts.
         contexts: Any = {}
         if selective:
-            contexts = {"context_fn": functools.partial(create_selective_checkpoint_contexts, _policy)}
+            contexts = {
+                "context_fn": functools.partial(create_selective_checkpoint_contexts, _decide_save_or_recompute)
+            }
         return checkpoint(lambda *inputs: forward(*inputs, **kwargs), *args, use_reentrant=False, **contexts)
-    return _run_and_keep(forward, selective, routes, args, kwargs)
+    return _run_eager_checkpoint(forward, selective, routes, args, kwargs)
 
 
 @torch.compiler.disable
-def _run_and_keep(forward: Callable[..., Any], selective: bool, routes: bool, args: Any, kwargs: Any) -> Any:
-    keep, reuse = create_selective_checkpoint_contexts(_policy) if selective else (nullcontext(), nullcontext())
+def _run_eager_checkpoint(forward: Callable[..., Any], selective: bool, routes: bool, args: Any, kwargs: Any) -> Any:
+    keep, reuse = (
+        create_selective_checkpoint_contexts(_decide_save_or_recompute) if selective else (nullcontext(), nullcontext())
+    )
     routing = LayerRouting() if routes and current_routing() is None else nullcontext()
-    region = _Region(functools.partial(forward, *args, **kwargs), (args, kwargs), (reuse, routing))
-    with saved_tensors_hooks(region.pack, _unpack), keep, routing:
+    region = _CheckpointedForward(functools.partial(forward, *args, **kwargs), (args, kwargs), (reuse, routing))
+    with saved_tensors_hooks(region.pack_saved_tensor, _unpack_or_recompute), keep, routing:
         return forward(*args, **kwargs)
 
 
-def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    saved = op.name() in _SAVED_OPS and not _draws(op, args, kwargs)
+def _decide_save_or_recompute(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    saved = op.name() in _SAVED_OPS and not _op_uses_random_numbers(op, args, kwargs)
     return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _draws(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _op_uses_random_numbers(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return True if an operation draws random numbers. Skipping it would change the numbers of later operations."""
-    names = [argument.name for argument in schema_of(op).arguments] if isinstance(op, torch._ops.OpOverload) else []
+    names = (
+        [argument.name for argument in get_operator_schema(op).arguments]
+        if isinstance(op, torch._ops.OpOverload)
+        else []
+    )
     if "dropout_p" not in names:
         return False
     place = names.index("dropout_p")
     return bool(args[place] if place < len(args) else kwargs.get("dropout_p", 0.0))
 
 
-class _Placeholder:
+class _SavedTensorPlaceholder:
     """Placeholder in the graph for a tensor that is recomputed when it is needed."""
 
     __slots__ = ("__weakref__", "dtype", "region", "shape", "value")
 
-    def __init__(self, region: _Region, tensor: Tensor) -> None:
+    def __init__(self, region: _CheckpointedForward, tensor: Tensor) -> None:
         self.region = region
         self.shape, self.dtype = tensor.shape, tensor.dtype
         self.value: Tensor | None = None
 
 
-def _unpack(placeholder: _Placeholder) -> Tensor:
+def _unpack_or_recompute(placeholder: _SavedTensorPlaceholder) -> Tensor:
     if placeholder.value is None:
         placeholder.region.run_again()
     assert placeholder.value is not None
     return placeholder.value
 
 
-class _Filled(Exception):
+class _StopRecomputationError(Exception):
     """Raised when all saved tensors have been recomputed, to skip the rest of the layer."""
 
 
-class _Region:
+class _CheckpointedForward:
     """A layer's forward for one micro-batch: its saved tensors, and the state to run it again.
 
     The graph holds the placeholders, which hold the region, so the region is freed with the graph.
@@ -178,11 +186,11 @@ class _Region:
         tensors = [value for value in tree_leaves(inputs) if isinstance(value, Tensor)]
         self._run: Callable[[], Any] | None = run
         self._versions = [(value, value._version) for value in tensors if not value.is_inference()]
-        self._contexts = [*_thread_state(tensors), _random_state(tensors), *contexts]
-        self._saved: list[weakref.ref[_Placeholder]] = []
+        self._contexts = [*_thread_state(tensors), _capture_rng_for_restore(tensors), *contexts]
+        self._saved: list[weakref.ref[_SavedTensorPlaceholder]] = []
 
-    def pack(self, tensor: Tensor) -> _Placeholder:
-        placeholder = _Placeholder(self, tensor)
+    def pack_saved_tensor(self, tensor: Tensor) -> _SavedTensorPlaceholder:
+        placeholder = _SavedTensorPlaceholder(self, tensor)
         self._saved.append(weakref.ref(placeholder))
         return placeholder
 
@@ -195,20 +203,20 @@ class _Region:
             )
         filled = 0
 
-        def fill(tensor: Tensor) -> Tensor:
+        def fill_placeholder(tensor: Tensor) -> Tensor:
             nonlocal filled
             placeholder = self._saved[filled]()
             filled += 1
             tensor = tensor.detach()  # a node that saved its own output would never be freed
             if placeholder is not None:
                 if (tensor.shape, tensor.dtype) != (placeholder.shape, placeholder.dtype):
-                    raise _unequal(
+                    raise _make_recompute_mismatch_error(
                         f"saved {tuple(tensor.shape)} of {tensor.dtype} where it had saved"
                         f" {tuple(placeholder.shape)} of {placeholder.dtype}"
                     )
                 placeholder.value = tensor
             if filled == len(self._saved):
-                raise _Filled
+                raise _StopRecomputationError
             return tensor
 
         with ExitStack() as stack:
@@ -216,16 +224,16 @@ class _Region:
                 for context in self._contexts:
                     stack.enter_context(context)
                 stack.enter_context(torch.enable_grad())
-                stack.enter_context(saved_tensors_hooks(fill, lambda tensor: tensor))
+                stack.enter_context(saved_tensors_hooks(fill_placeholder, lambda tensor: tensor))
                 self._run()
-            except _Filled:
+            except _StopRecomputationError:
                 pass
             else:
-                raise _unequal(f"saved {filled} tensors where it had saved {len(self._saved)}")
+                raise _make_recompute_mismatch_error(f"saved {filled} tensors where it had saved {len(self._saved)}")
         self._run, self._versions, self._contexts = None, [], []
 
 
-def _unequal(difference: str) -> SetupError:
+def _make_recompute_mismatch_error(difference: str) -> SetupError:
     return SetupError(
         f"a layer under activation checkpointing, recomputed for its backward, {difference}; expected the same"
         " operations for the same arguments. Make the layer deterministic, or disable activation checkpointing"
@@ -246,20 +254,20 @@ def _thread_state(tensors: Sequence[Tensor]) -> list[AbstractContextManager[Any]
         )
         for kind in sorted({"cpu", *(value.device.type for value in tensors)})
     ]
-    return [*autocasts, _function_modes(function_mode_stack())]
+    return [*autocasts, _temporary_function_modes(function_mode_stack())]
 
 
 @contextmanager
-def _function_modes(modes: Sequence[TorchFunctionMode]) -> Generator[None, None, None]:
+def _temporary_function_modes(modes: Sequence[TorchFunctionMode]) -> Generator[None, None, None]:
     """Activate only these modes: modes of the backward's caller may be among them, and must not act twice."""
-    previous = _exchange(modes)
+    previous = _set_function_mode_stack(modes)
     try:
         yield
     finally:
-        _exchange(previous)
+        _set_function_mode_stack(previous)
 
 
-def _exchange(modes: Sequence[TorchFunctionMode]) -> list[TorchFunctionMode]:
+def _set_function_mode_stack(modes: Sequence[TorchFunctionMode]) -> list[TorchFunctionMode]:
     previous: list[TorchFunctionMode] = function_mode_stack()
     for _ in previous:
         pop_function_mode()
@@ -268,25 +276,25 @@ def _exchange(modes: Sequence[TorchFunctionMode]) -> list[TorchFunctionMode]:
     return previous
 
 
-def _random_state(tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
+def _capture_rng_for_restore(tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
     """Context that restores the random generators' current states, and on exit those at its entry."""
     devices = {value.device for value in tensors if value.device.type not in ("cpu", "meta")}
-    return _random_states(
-        torch.get_rng_state(), [(device, _generator(device).get_rng_state(device)) for device in devices]
+    return _temporary_rng_states(
+        torch.get_rng_state(), [(device, _get_device_rng_module(device).get_rng_state(device)) for device in devices]
     )
 
 
 @contextmanager
-def _random_states(
+def _temporary_rng_states(
     cpu_state: Tensor, device_states: Sequence[tuple[torch.device, Tensor]]
 ) -> Generator[None, None, None]:
     kind = device_states[0][0].type if device_states else None
     with torch.random.fork_rng(devices=[device for device, _ in device_states], device_type=kind):
         torch.set_rng_state(cpu_state)
         for device, state in device_states:
-            _generator(device).set_rng_state(state, device)
+            _get_device_rng_module(device).set_rng_state(state, device)
         yield
 
 
-def _generator(device: torch.device) -> Any:
+def _get_device_rng_module(device: torch.device) -> Any:
     return torch.get_device_module(device)

@@ -11,10 +11,10 @@ from torch.distributed.pipelining import Pipe, PipelineStage
 
 from lightning_pipe.engine.common.errors import InputError, SetupError
 from lightning_pipe.llm.model.lora import unwrap_peft_model
-from lightning_pipe.llm.model.stage_module import PassThrough
+from lightning_pipe.llm.model.stage_module import PassThroughModule
 
 
-class BuiltStages(nn.Sequential):
+class HandBuiltStages(nn.Sequential):
     """Model of stages built by hand, which are the layers that a strategy assigns to ranks.
 
     The first stage takes the model's inputs, and every later stage the output of the previous stage, as several
@@ -40,15 +40,15 @@ class BuiltStages(nn.Sequential):
             if len(args) == 1 and isinstance(args[0], tuple):
                 args = args[0]
             if isinstance(stage, fx.GraphModule):
-                _check_shapes(stage, args, kwargs)
-            if not isinstance(stage, PassThrough):
+                _check_traced_input_shapes(stage, args, kwargs)
+            if not isinstance(stage, PassThroughModule):
                 args = (stage(*args, **kwargs),)
         return args[0] if len(args) == 1 else args
 
     @staticmethod
     def as_model(built: Any) -> Any:
         """Convert a list of stages or a ``Pipe``, and unwrap a ``PeftModel``; return any other model unchanged."""
-        return BuiltStages(built) if isinstance(built, list | tuple | Pipe) else unwrap_peft_model(built)
+        return HandBuiltStages(built) if isinstance(built, list | tuple | Pipe) else unwrap_peft_model(built)
 
 
 def _check_chain(pipe: Pipe) -> None:
@@ -63,7 +63,7 @@ def _check_chain(pipe: Pipe) -> None:
             )
 
 
-def _check_shapes(stage: fx.GraphModule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+def _check_traced_input_shapes(stage: fx.GraphModule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Check that a trace, in which sizes are constants, gets tensors of the traced sizes."""
     nodes = stage.graph.find_nodes(op="placeholder")
     inputs = dict(zip((node.name for node in nodes), args, strict=False)) | dict(kwargs)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from lightning_pipe._compat.torch import set_donated_buffers
-from lightning_pipe.llm.model.stage_module import PassThrough, StageModule
+from lightning_pipe.llm.model.stage_module import PassThroughModule, StageModule
 
 
 def compile_layers(stage: StageModule, layers: Iterable[str], **options: Any) -> None:
@@ -33,7 +33,7 @@ def compile_layers(stage: StageModule, layers: Iterable[str], **options: Any) ->
     """
     for name in layers:
         layer = stage.module.get_submodule(name)
-        if not isinstance(layer, PassThrough):
+        if not isinstance(layer, PassThroughModule):
             layer.compile(**options)
 
 
@@ -48,7 +48,7 @@ def disable_donated_buffers() -> Callable[[], None]:
     if before:
         torch.compiler.reset()  # later layers would reuse earlier graphs, which have donated buffers
 
-    def restore() -> None:
+    def restore_donated_buffer_setting() -> None:
         set_donated_buffers(before)
 
-    return restore
+    return restore_donated_buffer_setting

@@ -22,28 +22,34 @@ from torch import Tensor, nn
 from lightning_pipe._compat.torch import tree_leaves
 from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.llm.losses.balance_loss import BalanceLoss
-from lightning_pipe.llm.model.built_stages import BuiltStages
-from lightning_pipe.llm.model.module_config import NEEDED, ModuleConfig, TrialRun, is_inside
+from lightning_pipe.llm.model.built_stages import HandBuiltStages
+from lightning_pipe.llm.model.module_config import NEEDED, PPModuleConfig, TrialRun, is_inside
 from lightning_pipe.llm.model.shapes import find_failing_module
-from lightning_pipe.llm.model.slots import InputSlot, is_causal_lm, token_width
-from lightning_pipe.llm.model.stage_module import base_model, output_tensor, replace_tensors, sentinel_like, takes_cache
+from lightning_pipe.llm.model.slots import PassThroughNonLayerModule, is_causal_lm, token_width
+from lightning_pipe.llm.model.stage_module import (
+    base_model,
+    output_tensor,
+    replace_module_tensors,
+    sentinel_like,
+    takes_cache,
+)
 
 _ROWS, _LENGTH = 5, 3  # an unusual number of rows, so that a tensor is not unpacked like a tuple of results
 _MOST_RESULTS = 4
 _BY_HAND = "Cut it into stages by hand: return a list of modules from build_model"
 
 
-def derive_config(model: nn.Module) -> ModuleConfig:
+def derive_pp_module_config(model: nn.Module) -> PPModuleConfig:
     """Config of a model, from its ``get_pp_module_config()`` or from a known structure.
 
     Known structures are a plain ``nn.Sequential`` and Hugging Face causal LMs (such as Llama, Qwen3 and GPT-NeoX).
     """
     if callable(declared := getattr(model, "get_pp_module_config", None)):
-        config = ModuleConfig.from_mapping(declared())
-    elif isinstance(model, nn.Sequential) and type(model).forward in (nn.Sequential.forward, BuiltStages.forward):
-        config = ModuleConfig(len(model), "")
+        config = PPModuleConfig.from_mapping(declared())
+    elif isinstance(model, nn.Sequential) and type(model).forward in (nn.Sequential.forward, HandBuiltStages.forward):
+        config = PPModuleConfig(len(model), "")
     elif is_causal_lm(model):
-        config = _causal_lm_config(model)
+        config = _derive_causal_lm_pp_config(model)
     else:
         raise SetupError(
             f"{type(model).__name__} does not say what its stages are made of, and is neither an nn.Sequential nor a"
@@ -53,7 +59,7 @@ def derive_config(model: nn.Module) -> ModuleConfig:
     return config
 
 
-def refine_config_by_trial(model: nn.Module, config: ModuleConfig) -> ModuleConfig:
+def refine_config_by_trial(model: nn.Module, config: PPModuleConfig) -> PPModuleConfig:
     """Config with modules where a trial run of a Hugging Face causal LM calls them; other models keep their config."""
     if not is_causal_lm(model) or config.trial is not None:
         return config
@@ -64,8 +70,8 @@ def refine_config_by_trial(model: nn.Module, config: ModuleConfig) -> ModuleConf
             f" {skipped}; expected all layers, since each stage would skip others. Set layerdrop (or decoder_layerdrop)"
             " to 0.0 in the config"
         )
-    trial = _try_layers(model, config.layers, outer_fqns)
-    layers = [index for index, name in enumerate(trial.called) if name in config.layers]
+    trial = _run_trial_without_layers(model, config.layer_fqns, outer_fqns)
+    layers = [index for index, name in enumerate(trial.called) if name in config.layer_fqns]
     before, after = dict.fromkeys(trial.called[: layers[-1]]), dict.fromkeys(trial.called[layers[0] :])
     both = [name for name in before if name in after and name in outer_fqns]
     trained = [name for name in both if next(model.get_submodule(name).parameters(), None) is not None]
@@ -88,13 +94,13 @@ def refine_config_by_trial(model: nn.Module, config: ModuleConfig) -> ModuleConf
 def returns_head_results(model: nn.Module) -> bool:
     """Return True if a Hugging Face causal LM is known to return the results of its head unchanged, as its logits."""
     try:
-        trial = refine_config_by_trial(model, derive_config(model)).trial
+        trial = refine_config_by_trial(model, derive_pp_module_config(model)).trial
     except SetupError:  # the model may still be trained on one device
         return False
     return trial is not None and trial.logits_plain
 
 
-def _causal_lm_config(model: nn.Module) -> ModuleConfig:
+def _derive_causal_lm_pp_config(model: nn.Module) -> PPModuleConfig:
     """Config of a Hugging Face causal LM, from its structure and the order in which a trial run calls its modules."""
     names = {id(module): name for name, module in model.named_modules()}
     lists = {names[id(module)]: module for module in base_model(model).modules() if isinstance(module, nn.ModuleList)}
@@ -103,17 +109,17 @@ def _causal_lm_config(model: nn.Module) -> ModuleConfig:
         raise SetupError(f"{type(model).__name__} has no ModuleList of layers. Expected: {NEEDED}")
     tokens = names[id(model.get_input_embeddings())].split(".")  # type: ignore[operator]
 
-    def preference(name: str) -> tuple[int, int]:
+    def score_layer_list(name: str) -> tuple[int, int]:
         """Nearness to the embedding of tokens, since vision towers have lists of layers too, and length."""
         pairs = zip(name.split("."), tokens, strict=False)
         return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs)), len(outermost[name])
 
     failures: list[SetupError] = []
-    for name in sorted(outermost, key=preference, reverse=True):
+    for name in sorted(outermost, key=score_layer_list, reverse=True):
         beside = dict(_modules_outside_layers(model, name))
         buffers = [key for key, module in beside.items() if [*module.buffers()] and not [*module.parameters()]]
         outer_fqns = tuple(key for key in beside if key not in buffers)
-        config = ModuleConfig(len(outermost[name]), name, outer_fqns, (), tuple(buffers))
+        config = PPModuleConfig(len(outermost[name]), name, outer_fqns, (), tuple(buffers))
         try:
             config.check(model)
             return refine_config_by_trial(model, config)
@@ -136,7 +142,7 @@ def _modules_outside_layers(model: nn.Module, layer_prefix: str) -> Iterator[tup
             yield name, module
 
 
-def _try_layers(model: nn.Module, layers: Sequence[str], outer_fqns: Sequence[str]) -> TrialRun:
+def _run_trial_without_layers(model: nn.Module, layers: Sequence[str], outer_fqns: Sequence[str]) -> TrialRun:
     """Run a causal LM without its layers and the other modules that only some stages hold, given by name."""
     failures: list[tuple[int, str]] = []  # how far each attempt got, and what was wrong then
     for results in range(_MOST_RESULTS + 1):
@@ -146,10 +152,10 @@ def _try_layers(model: nn.Module, layers: Sequence[str], outer_fqns: Sequence[st
             torch.random.fork_rng(devices=[]),
             torch.compiler.set_stance("force_eager"),  # a mask of FlexAttention would be compiled for the CPU
         ):
-            shell = _Shell(model, layers, outer_fqns, results)
+            shell = _ModelWithReplacedLayers(model, layers, outer_fqns, results)
             try:
                 runs = [
-                    shell.run(tokens=tokens, with_head=with_head)
+                    shell.run_model(tokens=tokens, with_head=with_head)
                     for tokens in (True, False)
                     for with_head in (True, False)
                 ]
@@ -159,8 +165,8 @@ def _try_layers(model: nn.Module, layers: Sequence[str], outer_fqns: Sequence[st
                 continue
         first, later = runs[0], runs[-1]
         problems = [next(_find_problems(layers, first, run), None) for run in runs]
-        if not any(problems) and first.last != runs[2].last:
-            used = ", ".join(sorted(first.last ^ runs[2].last))
+        if not any(problems) and first.names_after_last_layer != runs[2].names_after_last_layer:
+            used = ", ".join(sorted(first.names_after_last_layer ^ runs[2].names_after_last_layer))
             problems = [f"after its layers its forward uses {used} or not, by token ids; the last stage has none"]
         if not any(problems):
             head = model.get_output_embeddings()  # type: ignore[operator]
@@ -168,8 +174,8 @@ def _try_layers(model: nn.Module, layers: Sequence[str], outer_fqns: Sequence[st
             return TrialRun(
                 tuple(call.name for call in first.calls),
                 results,
-                _are_equal_tensors(later.layers[0].hidden, later.embeddings),
-                _are_equal_tensors(later.output, later.layers[-1].result),
+                _are_equal_tensors(later.layer_calls[0].hidden, later.embeddings),
+                _are_equal_tensors(later.output, later.layer_calls[-1].result),
                 any(_are_equal_tensors(first.output, tensor) for tensor in logits),
             )
         failures.append((sum(len(run.calls) for run in runs), next(filter(None, problems))))
@@ -188,7 +194,7 @@ class _Call(NamedTuple):
     arguments: Mapping[str, Any] | None
 
 
-class _Run(NamedTuple):
+class _RecordedModelRun(NamedTuple):
     """A run's calls, the embeddings that it was given, and its output."""
 
     calls: Sequence[_Call]
@@ -196,16 +202,16 @@ class _Run(NamedTuple):
     output: Any
 
     @property
-    def layers(self) -> list[_Call]:
+    def layer_calls(self) -> list[_Call]:
         return [call for call in self.calls if call.arguments is not None]
 
     @property
-    def last(self) -> set[str]:
+    def names_after_last_layer(self) -> set[str]:
         """Names of the modules that are called after the last layer."""
         return {call.name for call in takewhile(lambda call: call.arguments is None, reversed(self.calls))}
 
 
-class _Shell:
+class _ModelWithReplacedLayers:
     """Copy of a model with other modules in place of its layers and of its modules between the layers and the root."""
 
     def __init__(self, model: nn.Module, layers: Sequence[str], outer_fqns: Sequence[str], results: int) -> None:
@@ -213,7 +219,7 @@ class _Shell:
         self._width, self._runs, memo = token_width(model), 0, dict[int, Any]()
         for name in (*outer_fqns, *layers):
             module = model.get_submodule(name)
-            slot = memo[id(module)] = InputSlot(module, self._width)
+            slot = memo[id(module)] = PassThroughNonLayerModule(module, self._width)
             arguments = tuple(inspect.signature(module.forward).parameters)
             note = partial(self._note, name, arguments, results if name in set(layers) else None)
             slot.register_forward_hook(note, with_kwargs=True)
@@ -221,9 +227,9 @@ class _Shell:
             values = (*module._parameters.values(), *module._buffers.values(), *vars(module).values())
             memo |= {id(value): value for value in values if isinstance(value, Tensor)}
         self.model: Any = copy.deepcopy(model, memo).train()
-        replace_tensors(self.model, sentinel_like)  # tensors may have no memory
+        replace_module_tensors(self.model, sentinel_like)  # tensors may have no memory
 
-    def run(self, *, tokens: bool, with_head: bool) -> _Run:
+    def run_model(self, *, tokens: bool, with_head: bool) -> _RecordedModelRun:
         """Run the model on token ids or on embeddings, with or without what follows its base model."""
         self._runs, self.calls = self._runs + 1, []
         base = base_model(self.model)
@@ -232,11 +238,11 @@ class _Shell:
         padding = getattr(self.model.config, "pad_token_id", None) or 0
         ids = torch.full((_ROWS, _LENGTH), padding + 1)
         ids[0, -1] = padding
-        embeddings = self._values((_ROWS, _LENGTH, self._width), torch.float32)
+        embeddings = self._make_distinct_hidden_states((_ROWS, _LENGTH, self._width), torch.float32)
         inputs: dict[str, Any] = {"use_cache": False} if takes_cache(model) else {}
         inputs |= {"input_ids": ids} if tokens else {"inputs_embeds": embeddings}
         with BalanceLoss.capture_router_logits(base):
-            return _Run(self.calls, embeddings, output_tensor(model(**inputs)))
+            return _RecordedModelRun(self.calls, embeddings, output_tensor(model(**inputs)))
 
     def _note(
         self, name: str, names: Sequence[str], results: int | None, slot: Any, args: Any, kwargs: Any, hidden: Any
@@ -244,35 +250,35 @@ class _Shell:
         """Note a call, and return the result: new values, unless the module passes its input through."""
         arguments = {**dict(zip(names, args, strict=False)), **kwargs}
         passes = results is None and any(hidden is value for value in arguments.values())
-        result = hidden if passes else self._values(hidden.shape, hidden.dtype)
+        result = hidden if passes else self._make_distinct_hidden_states(hidden.shape, hidden.dtype)
         arguments = {key: value for key, value in arguments.items() if value is not hidden}
         self.calls.append(_Call(name, hidden.clone(), result.clone(), None if results is None else arguments))
         # Further results of a layer are not numbers, so that they are seen where they arrive.
         return (result, *[result * torch.nan] * (results - 1)) if results else result
 
-    def _values(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    def _make_distinct_hidden_states(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Values that differ between runs and calls."""
         values = torch.linspace(self._runs, self._runs + 1, torch.Size(shape).numel())
         return (values.view(shape) + len(self.calls)).to(dtype)
 
 
-def _find_problems(layers: Sequence[str], first: _Run, run: _Run) -> Iterator[str]:
+def _find_problems(layers: Sequence[str], first: _RecordedModelRun, run: _RecordedModelRun) -> Iterator[str]:
     """Reasons why stages cannot run the layers. A layer may be left out."""
     expected = "; expected only the hidden states, since stages exchange nothing else"
-    called = [call.name for call in run.layers]
+    called = [call.name for call in run.layer_calls]
     if not called or called != [name for name in layers if name in called]:
         yield f"on token ids its forward runs {', '.join(called) or 'no layer'}; expected {', '.join(layers)} in order"
         return
-    shape = tuple(run.layers[0].hidden.shape)
+    shape = tuple(run.layer_calls[0].hidden.shape)
     if shape[:2] != (_ROWS, _LENGTH):
         yield f"layer {called[0]} receives {shape} for {_ROWS} rows of {_LENGTH} tokens; expected (rows, tokens, ...)"
-    for previous, following in pairwise(run.layers):
+    for previous, following in pairwise(run.layer_calls):
         if not _are_equal_tensors(following.hidden, previous.result):
             yield (
                 f"its forward changes the hidden states between {previous.name} and {following.name};"
                 " expected no change"
             )
-    for first_call, run_call in zip(first.layers, run.layers, strict=False):
+    for first_call, run_call in zip(first.layer_calls, run.layer_calls, strict=False):
         for name in dict.fromkeys((*(first_call.arguments or ()), *(run_call.arguments or ()))):
             first_leaves, run_leaves = (
                 [leaf for leaf in tree_leaves((call.arguments or {}).get(name)) if isinstance(leaf, Tensor)]

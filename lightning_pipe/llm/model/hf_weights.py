@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipe._compat.transformers import (
-    Conversion,
+    WeightConversion,
     conversions_of,
     filter_ignored_keys,
     is_pretrained_model,
@@ -75,7 +75,7 @@ class PretrainedWeights:
     """
 
     def __init__(self, folder: str | Path) -> None:
-        self.folder = _existing(folder)
+        self.folder = _check_local_folder(folder)
         self.tensors: dict[str, StoredTensor] = {}
         for file, names in _files(self.folder).items():
             with _open(self.folder / file) as opened:
@@ -106,7 +106,7 @@ class PretrainedWeights:
             )
         return config
 
-    def match(self, model: nn.Module) -> list[tuple[Conversion, list[str]]]:
+    def match(self, model: nn.Module) -> list[tuple[WeightConversion, list[str]]]:
         """Match the tensors in the files to those of *model*.
 
         Names are mapped, and tensors converted, as in ``from_pretrained``: older names, files of a base model without
@@ -123,14 +123,14 @@ class PretrainedWeights:
             SetupError: a tensor is missing or unexpected, has another shape or kind, or cannot be converted. All are
                 listed by the model's names.
         """
-        conversions, unexpected = _conversions(model, self.tensors)
+        conversions, unexpected = _find_weight_conversions(model, self.tensors)
         saved, tensors = model.state_dict().keys(), dict(named_parameters_and_buffers(model))
         results: dict[str, StoredTensor] = {}
-        matched: list[tuple[Conversion, list[str]]] = []
+        matched: list[tuple[WeightConversion, list[str]]] = []
         failed: dict[str, str] = {}
         for conversion in conversions:
             try:
-                converted = self._results(conversion, model)
+                converted = self._describe_converted_tensors(conversion, model)
             except Exception as error:  # any type, because each conversion has its own checks
                 failed[conversion.first] = f"{len(conversion.sources)} tensors: {str(error)[:300]}"
                 continue
@@ -186,7 +186,7 @@ class PretrainedWeights:
                     tensors[name] = opened[file].get_tensor(name)
                 yield tensors
 
-    def _results(self, conversion: Conversion, model: nn.Module) -> dict[str, StoredTensor]:
+    def _describe_converted_tensors(self, conversion: WeightConversion, model: nn.Module) -> dict[str, StoredTensor]:
         """Describe what a conversion gives, by the model's names."""
         sources = [self.tensors[name] for name in conversion.sources]
         if conversion.transform is None:
@@ -196,7 +196,7 @@ class PretrainedWeights:
             name: torch.empty(source.shape, dtype=_FLOATS.get(source.dtype, torch.uint8), device="meta")
             for name, source in zip(conversion.sources, sources, strict=True)
         }
-        results = conversion.run(empty, model)
+        results = conversion.convert_tensors(empty, model)
         return {name: StoredTensor(sources[0].file, tuple(tensor.shape), kind) for name, tensor in results.items()}
 
 
@@ -211,7 +211,7 @@ def _differences(results: Mapping[str, StoredTensor], tensors: Mapping[str, Tens
     return describe_names("of another size", sizes) + describe_names("of another kind", kinds)
 
 
-def empty_causal_lm(config: Any, attention: str | None) -> nn.Module:
+def build_uninitialized_causal_lm(config: Any, attention: str | None) -> nn.Module:
     """Causal LM with uninitialized parameters of torch's default dtype, and the buffers that its constructor computes.
 
     No initializer runs and no random number is drawn, so no parameter is written.
@@ -240,14 +240,14 @@ def pretrained_causal_lm(weights: PretrainedWeights, config: Any, attention: str
     even if its model would be too large.
     """
     with torch.device("meta"):
-        weights.match(empty_causal_lm(config, attention))
-    model = empty_causal_lm(config, attention)
+        weights.match(build_uninitialized_causal_lm(config, attention))
+    model = build_uninitialized_causal_lm(config, attention)
     load_into(model, weights)
     return model
 
 
 @contextmanager
-def weights_loaded_later() -> Iterator[None]:
+def deferred_weight_loading() -> Iterator[None]:
     """Context in which :func:`load_into` only compares model and files, since each rank loads its part later."""
     token = _LATER.set(True)
     try:
@@ -293,7 +293,7 @@ def load_into(model: nn.Module, weights: PretrainedWeights, keep: Callable[[str]
         for (conversion, needed), values in zip(
             selected, weights.read(conversion.sources for conversion, _ in selected), strict=True
         ):
-            converted = conversion.run(values, model)
+            converted = conversion.convert_tensors(values, model)
             for name in needed:
                 first = names.setdefault(id(tensors[name]), name)
                 if first == name:
@@ -308,7 +308,7 @@ def load_into(model: nn.Module, weights: PretrainedWeights, keep: Callable[[str]
 # ---------------------------------------------------------------------- files
 
 
-def _existing(folder: str | Path) -> Path:
+def _check_local_folder(folder: str | Path) -> Path:
     path = Path(folder)
     if path.is_dir():
         return path
@@ -371,7 +371,7 @@ def _open(path: Path) -> Iterator[Any]:
 # ---------------------------------------------------------------------- names
 
 
-def _conversions(model: nn.Module, names: Iterable[str]) -> tuple[list[Conversion], list[str]]:
+def _find_weight_conversions(model: nn.Module, names: Iterable[str]) -> tuple[list[WeightConversion], list[str]]:
     if is_pretrained_model(model):
         return conversions_of(model, names)
-    return [Conversion((name,), (name,), None, name) for name in names], []
+    return [WeightConversion((name,), (name,), None, name) for name in names], []

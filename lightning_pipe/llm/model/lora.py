@@ -55,7 +55,7 @@ def unwrap_peft_model(built: Any) -> Any:
     model = built.get_base_model() if peft is not None and isinstance(built, peft.PeftModel) else built
     configs: dict[str, Any] = getattr(built, "peft_config", None) or {}
     for config in configs.values():
-        _check(config, len(configs))
+        _check_lora_config(config, len(configs))
     embeddings = ("get_input_embeddings", "get_output_embeddings") if configs else ()
     for name in embeddings:
         if callable(get := getattr(model, name, None)) and hasattr(get(), "base_layer"):
@@ -82,7 +82,7 @@ def without_adapters(model: nn.Module) -> nn.Module:
     return view
 
 
-def adapter_text(model: nn.Module | None) -> str | None:
+def serialize_lora_config(model: nn.Module | None) -> str | None:
     """The model's ``LoraConfig`` as JSON, by the name of its adapter; None for a model without adapters."""
     configs: dict[str, Any] = getattr(model, "peft_config", None) or {}
     return json.dumps({name: config.to_dict() for name, config in configs.items()}, default=sorted) if configs else None
@@ -104,7 +104,7 @@ def write_adapters(model: nn.Module, weights: Mapping[str, Tensor], target: Path
     config.save_pretrained(target)
 
 
-def _check(config: Any, count: int) -> None:
+def _check_lora_config(config: Any, count: int) -> None:
     kind = getattr(config.peft_type, "value", config.peft_type)
     if kind != "LORA" or count > 1:
         raise SetupError(

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lightning_pipe._compat.torch import FakeTensorMode, reset_method, tree_leaves
+from lightning_pipe._compat.torch import FakeTensorMode, get_reset_parameters_method, tree_leaves
 from lightning_pipe._compat.transformers import initializer_of_modules
 from lightning_pipe.engine import SetupError
 from lightning_pipe.llm.model.module_config import is_inside
-from lightning_pipe.llm.model.stage_module import like_tensor, replace_tensors
+from lightning_pipe.llm.model.stage_module import copy_tensor_attributes, replace_module_tensors
 
 
 @contextmanager
@@ -35,14 +35,14 @@ def parameters_on_meta() -> Iterator[None]:
     """
     moved = WeakIdKeyDictionary()
 
-    def move(module: nn.Module, name: str, parameter: nn.Parameter) -> Any:
+    def move_parameter_to_meta(module: nn.Module, name: str, parameter: nn.Parameter) -> Any:
         if parameter is None or parameter.is_meta or not parameter.is_floating_point():
             return None
         if parameter not in moved:
-            moved[parameter] = like_tensor(parameter, parameter.detach().to("meta"))
+            moved[parameter] = copy_tensor_attributes(parameter, parameter.detach().to("meta"))
         return moved[parameter]
 
-    handle = register_module_parameter_registration_hook(move)
+    handle = register_module_parameter_registration_hook(move_parameter_to_meta)
     try:
         yield
     finally:
@@ -64,7 +64,9 @@ def initialize_modules(model: nn.Module, names: Sequence[str], keep: Callable[[s
     parameters = dict(model.named_parameters(remove_duplicate=False))
     local_names = [name for name, parameter in parameters.items() if parameter.is_meta and keep(name)]
     without_memory = {id(parameters[name]) for name in local_names}
-    replace_tensors(model, lambda tensor: _not_a_number(tensor) if id(tensor) in without_memory else tensor)
+    replace_module_tensors(
+        model, lambda tensor: _make_nan_tensor_like(tensor) if id(tensor) in without_memory else tensor
+    )
     first_names = {id(parameter): name for name, parameter in model.named_parameters()}
     parameters = dict(model.named_parameters(remove_duplicate=False))
     local_ids = {id(parameters[name]) for name in local_names}
@@ -98,7 +100,7 @@ def _initializers(model: nn.Module, name: str) -> Iterator[tuple[str, Callable[[
         (f"{name}.{below}" if below else name, module) for below, module in model.get_submodule(name).named_modules()
     ]
     for place, module in reversed(inner):
-        if (reset := reset_method(module)) is not None:
+        if (reset := get_reset_parameters_method(module)) is not None:
             yield place, reset
     for place, module in reversed(inner):
         path = place.split(".")
@@ -115,7 +117,7 @@ def _initializers(model: nn.Module, name: str) -> Iterator[tuple[str, Callable[[
             yield place, partial(method, module)
 
 
-def _not_a_number(tensor: Tensor) -> Tensor:
+def _make_nan_tensor_like(tensor: Tensor) -> Tensor:
     return torch.full_like(tensor, torch.nan, device="cpu", requires_grad=False)
 
 
@@ -133,5 +135,5 @@ def fake_copy(model: nn.Module) -> tuple[nn.Module, FakeTensorMode]:
                 device = torch.device("cpu") if tensor.is_meta else tensor.device
                 with mode:
                     bare = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
-                memo[id(tensor)] = like_tensor(tensor, bare)
+                memo[id(tensor)] = copy_tensor_attributes(tensor, bare)
     return copy.deepcopy(model, memo), mode

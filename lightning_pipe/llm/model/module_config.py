@@ -38,7 +38,7 @@ class TrialRun:
 
 
 @dataclass(frozen=True)
-class ModuleConfig:
+class PPModuleConfig:
     """Names of a model's input modules, layers and output modules, in the order of its forward.
 
     Args:
@@ -64,7 +64,7 @@ class ModuleConfig:
     trial: TrialRun | None = field(default=None, compare=False, repr=False)
 
     @classmethod
-    def from_mapping(cls, mapping: Mapping[str, Any]) -> ModuleConfig:
+    def from_mapping(cls, mapping: Mapping[str, Any]) -> PPModuleConfig:
         """Build the config from the result of a model's ``get_pp_module_config()``.
 
         Raises:
@@ -90,19 +90,19 @@ class ModuleConfig:
             check_whole_number(f"{key} of get_pp_module_config()", values.get(key, 1), 1)
         return cls(**values)
 
-    def layer(self, index: int) -> str:
+    def get_layer_fqn(self, index: int) -> str:
         """FQN of a layer."""
         return f"{self.layer_prefix}.{index}" if self.layer_prefix else str(index)
 
     @property
-    def layers(self) -> tuple[str, ...]:
+    def layer_fqns(self) -> tuple[str, ...]:
         """FQNs of all layers, in order."""
-        return tuple(self.layer(index) for index in range(self.num_layers))
+        return tuple(self.get_layer_fqn(index) for index in range(self.num_layers))
 
     @property
-    def modules(self) -> tuple[str, ...]:
+    def module_fqns(self) -> tuple[str, ...]:
         """FQNs of all modules that are assigned to stages, in the order of the forward."""
-        return self.input_fqns + self.layers + self.output_fqns
+        return self.input_fqns + self.layer_fqns + self.output_fqns
 
     def check(self, model: nn.Module) -> None:
         """Check the config against the model.
@@ -128,7 +128,7 @@ class ModuleConfig:
                 f" {len(layer_names)} ({', '.join(layer_names[:3])}{', ...' if len(layer_names) > 3 else ''}); expected"
                 f" layers with the names 0 to num_layers - 1. Set num_layers to the number of layers that the model has"
             )
-        listed = [*self.modules, *self.always_keep_fqns]
+        listed = [*self.module_fqns, *self.always_keep_fqns]
         places = set(listed)
         repeated = {name for name in places if listed.count(name) > 1 or is_inside(name, places - {name})}
         if repeated:

@@ -47,7 +47,7 @@ class Experts(nn.Module):
             # A run without data finds shapes, which are the same whoever gets the tokens.
             fake = isinstance(counts, FakeTensor)
             multiply = partial(
-                _linear_per_expert, sizes=[len(tokens)] + [0] * (len(counts) - 1) if fake else counts.tolist()
+                _apply_linear_per_expert, sizes=[len(tokens)] + [0] * (len(counts) - 1) if fake else counts.tolist()
             )
         gate, up, down = weights
         return multiply(F.silu(multiply(tokens, gate)) * multiply(tokens, up), down)
@@ -152,7 +152,7 @@ def _grouped_linear(tokens: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     return results
 
 
-def _linear_per_expert(tokens: Tensor, matrices: Tensor, sizes: list[int]) -> Tensor:
+def _apply_linear_per_expert(tokens: Tensor, matrices: Tensor, sizes: list[int]) -> Tensor:
     # Also experts without a token, so that their gradients are zeros: data-parallel ranks wait for each other's.
     parts = zip(tokens.split(sizes), matrices.unbind(), strict=True)
     return torch.cat([F.linear(part, matrix) for part, matrix in parts])

@@ -80,7 +80,7 @@ class RoutingReplay(TorchFunctionMode):
         return self._recorded
 
     @contextmanager
-    def within(self, block: MoEBlockInfo) -> Iterator[None]:
+    def moe_block_context(self, block: MoEBlockInfo) -> Iterator[None]:
         """Take a ``topk`` over the block's experts for its choice."""
         if self._seen is not None:
             if block.layer in self._seen:
@@ -113,7 +113,7 @@ class RoutingReplay(TorchFunctionMode):
             return torch.topk(self._group_scores(block, scores), k, dim, *args, **kwargs)
         self._used = True
         expected = (*(block.tokens or scores.shape[:1]), k)
-        key = self._key(block)
+        key = self._get_record_key(block)
         chosen = self._recorded.get(key) if self._choices is None else self._choices[:, :, block.layer]
         if chosen is None:
             chosen = torch.topk(scores.detach(), k, dim, *args, **kwargs).indices
@@ -140,7 +140,7 @@ class RoutingReplay(TorchFunctionMode):
         groups = choices.reshape(len(scores), -1).long() // (block.experts // scores.shape[1])
         return torch.zeros_like(scores).scatter_add(1, groups, torch.ones_like(groups, dtype=scores.dtype))
 
-    def _key(self, block: MoEBlockInfo) -> int:
+    def _get_record_key(self, block: MoEBlockInfo) -> int:
         return block.layer
 
 
@@ -158,14 +158,14 @@ class LayerRouting(RoutingReplay):
         return super().__enter__()
 
     @contextmanager
-    def within(self, block: MoEBlockInfo) -> Iterator[None]:
+    def moe_block_context(self, block: MoEBlockInfo) -> Iterator[None]:
         self._block = replace(block, tokens=())
         try:
             yield
         finally:
             self._block = None
 
-    def _key(self, block: MoEBlockInfo) -> int:
+    def _get_record_key(self, block: MoEBlockInfo) -> int:
         self._count += 1
         return self._count
 
@@ -193,11 +193,15 @@ def install_moe_block_tracking(model: nn.Module, layers: Sequence[str]) -> list[
     for mixture in mixtures:
         block: Any = model.get_submodule(mixture.name)
         # Not by hooks, which a layer that is a mixture itself would not run when it is recomputed.
-        block.forward = partial(_watched, block.forward, mixture, model.get_submodule(layers[mixture.layer]))
+        block.forward = partial(
+            _forward_with_routing_replay, block.forward, mixture, model.get_submodule(layers[mixture.layer])
+        )
     return mixtures
 
 
-def check_routing(micro_batch: Mapping[str, Any], mixtures: Sequence[MoEBlockInfo], size: tuple[int, int]) -> None:
+def check_routed_experts(
+    micro_batch: Mapping[str, Any], mixtures: Sequence[MoEBlockInfo], size: tuple[int, int]
+) -> None:
     """Check that a model can replay a micro-batch's choices of experts, if it has any."""
     choices = micro_batch.get(ROUTED_EXPERTS)
     if choices is None:
@@ -213,7 +217,7 @@ def check_routing(micro_batch: Mapping[str, Any], mixtures: Sequence[MoEBlockInf
     if not isinstance(choices, Tensor) or choices.is_floating_point():
         description = f"{choices.dtype}" if isinstance(choices, Tensor) else f"a {type(choices).__name__}"
     elif choices.ndim == 4 and choices.shape[:2] == size and choices.shape[2] >= layers and sizes <= {choices.shape[3]}:
-        _check_numbers(choices, mixtures)
+        _check_expert_indices(choices, mixtures)
         return
     else:
         description = f"the shape {tuple(choices.shape)}"
@@ -224,7 +228,7 @@ def check_routing(micro_batch: Mapping[str, Any], mixtures: Sequence[MoEBlockInf
     )
 
 
-def _check_numbers(choices: Tensor, mixtures: Sequence[MoEBlockInfo]) -> None:
+def _check_expert_indices(choices: Tensor, mixtures: Sequence[MoEBlockInfo]) -> None:
     used = choices[:, :, [mixture.layer for mixture in mixtures]].long()
     for mixture, low, high in zip(mixtures, used.amin((0, 1, 3)).tolist(), used.amax((0, 1, 3)).tolist(), strict=True):
         if low < 0 or high >= mixture.experts:
@@ -239,7 +243,7 @@ def current_routing() -> RoutingReplay | None:
     return next((mode for mode in reversed(function_mode_stack()) if isinstance(mode, RoutingReplay)), None)
 
 
-def pop_routed_experts(
+def pop_routed_experts_from_batch(
     micro_batch: Mapping[str, Any],
 ) -> tuple[dict[str, Any], tuple[Callable[[], RoutingReplay], ...]]:
     """A micro-batch without its choices of experts, and factories of the context that replays them, if it has any."""
@@ -251,7 +255,9 @@ def pop_routed_experts(
     return inputs, (lambda: replay,)
 
 
-def _watched(forward: Callable[..., Any], block: MoEBlockInfo, layer: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+def _forward_with_routing_replay(
+    forward: Callable[..., Any], block: MoEBlockInfo, layer: nn.Module, /, *args: Any, **kwargs: Any
+) -> Any:
     replay = current_routing()
     if replay is None:
         return forward(*args, **kwargs)
@@ -262,5 +268,5 @@ def _watched(forward: Callable[..., Any], block: MoEBlockInfo, layer: nn.Module,
             f" {ROUTED_EXPERTS!r} out of the batch"
         )
     tokens = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)).shape[:-1]
-    with replay.within(replace(block, tokens=tuple(tokens))):
+    with replay.moe_block_context(replace(block, tokens=tuple(tokens))):
         return forward(*args, **kwargs)

@@ -25,7 +25,7 @@ from lightning_pipe._compat.torch import (
     tree_map_only,
 )
 from lightning_pipe.engine.common.errors import InputError, SetupError
-from lightning_pipe.llm.model.stage_module import PassThrough, StageModule
+from lightning_pipe.llm.model.stage_module import PassThroughModule, StageModule
 
 _CACHE_SIZE = 256  # signatures; an entry is a few tensors without data for each stage
 
@@ -70,26 +70,29 @@ class StageShapes:
     def infer(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[StageShape]:
         """Shapes of all stages for one micro-batch."""
         leaves = tree_leaves((args, dict(kwargs)))
-        key = (*map(signature, leaves), *sorted(_autocast({leaf.device.type for leaf in filter(_is_tensor, leaves)})))
+        key = (
+            *map(signature, leaves),
+            *sorted(_list_active_autocast_dtypes({leaf.device.type for leaf in filter(_is_tensor, leaves)})),
+        )
         if key not in self._cache:
-            self._cache[key] = self._ask(args, dict(kwargs))
+            self._cache[key] = self._infer_uncached(args, dict(kwargs))
             if len(self._cache) > _CACHE_SIZE:
                 self._cache.popitem(last=False)
         return self._cache[key]
 
-    def _ask(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[StageShape]:
+    def _infer_uncached(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[StageShape]:
         shapes: list[StageShape] = []
         with self._mode:
-            inputs, fakes = tree_map_only((Tensor, BlockMask), self._without_data, (args, kwargs))
+            inputs, fakes = tree_map_only((Tensor, BlockMask), self._convert_to_fake, (args, kwargs))
         for index, stage in enumerate(self._stages):
             outputs = self._run(index, stage, inputs, fakes)
             shapes.append(StageShape(tuple(map(_meta, filter(_is_tensor, inputs))), tuple(map(_meta, outputs))))
             if self._check is not None:
                 # Check before a later stage fails with a less helpful error.
-                sent = tuple(map(_some_values, outputs))
+                sent = tuple(map(_linspace_like, outputs))
                 self._check(sent[0] if len(sent) == 1 else sent, tree_map_only(Tensor, Tensor.cpu, kwargs))
                 self._check = None
-            inputs = _received(outputs)
+            inputs = _detach_as_received(outputs)
         return shapes
 
     def refuse_reentrant_checkpoints(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], schedule: str) -> None:
@@ -102,19 +105,19 @@ class StageShapes:
             return
         self._training_checked = True
         with self._mode:
-            inputs, fakes = tree_map_only((Tensor, BlockMask), self._without_data, (args, dict(kwargs)))
+            inputs, fakes = tree_map_only((Tensor, BlockMask), self._convert_to_fake, (args, dict(kwargs)))
         for index, stage in enumerate(self._stages):
             if index > 0:
                 self._refuse_reentrant(index, stage.train(), inputs, fakes, schedule)
-            inputs = _received(self._run(index, stage.eval(), inputs, fakes))
+            inputs = _detach_as_received(self._run(index, stage.eval(), inputs, fakes))
 
     def _refuse_reentrant(
         self, index: int, stage: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any], schedule: str
     ) -> None:
         try:
-            with patch.object(torch.utils.checkpoint, "CheckpointFunction", _Reentrant):
+            with patch.object(torch.utils.checkpoint, "CheckpointFunction", _RaisingCheckpointFunction):
                 self._call(stage, inputs, kwargs)
-        except _ReentrantError as error:
+        except _ReentrantCheckpointError as error:
             raise SetupError(
                 f"{find_failing_module(error, _model_of(stage)) or 'the model'} of stage {index} calls"
                 f" torch.utils.checkpoint with use_reentrant=True, which schedule {schedule} cannot run,"
@@ -124,7 +127,7 @@ class StageShapes:
         except Exception:  # any other exception: training itself will show it
             return
 
-    def _without_data(self, value: Tensor | BlockMask) -> Any:
+    def _convert_to_fake(self, value: Tensor | BlockMask) -> Any:
         if isinstance(value, Tensor):
             return self._mode.from_tensor(value)
         fake = copy.copy(value)
@@ -134,7 +137,7 @@ class StageShapes:
     def _call(self, stage: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # Functions that the model itself compiles, such as FlexAttention, cannot be compiled for fake tensors.
         eager = torch.compiler.set_stance("force_eager")
-        with torch.enable_grad(), torch.random.fork_rng(devices=[]), eager, self._mode, NoConditions():
+        with torch.enable_grad(), torch.random.fork_rng(devices=[]), eager, self._mode, FalseTensorBoolMode():
             return stage(*inputs, **kwargs)
 
     def _run(self, index: int, stage: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, ...]:
@@ -168,7 +171,8 @@ class StageShapes:
                 kinds = ["Tensor" if _is_tensor(value) else type(value).__name__ for value in output]
                 kind += f" of ({', '.join(kinds)})"
             raise SetupError(
-                f"stage {index} gave a {kind}{_origin(stage, results, output)}; expected a tensor, or a tuple of"
+                f"stage {index} gave a {kind}{_describe_module_returning_output(stage, results, output)}; expected a"
+                " tensor, or a tuple of"
                 " tensors, which the next stage takes as its arguments. Let the layers of the model pass tensors only:"
                 " make other values attributes of the layers, or keyword arguments of the model (model_inputs), which"
                 " every stage gets"
@@ -176,7 +180,7 @@ class StageShapes:
         return outputs
 
 
-def pass_on_without_data(layer: Any, slot: nn.Module) -> None:
+def bypass_data_dependent_layer(layer: Any, slot: nn.Module) -> None:
     """Make a layer with fake parameters do as *slot* where its forward needs values, such as the choices of a router.
 
     A slot of another stage returns its hidden states, so layers keep their shape.
@@ -184,24 +188,28 @@ def pass_on_without_data(layer: Any, slot: nn.Module) -> None:
     forward = layer.forward
 
     @functools.wraps(forward)
-    def passing(*args: Any, **kwargs: Any) -> Any:
+    def run_or_bypass_if_data_dependent(*args: Any, **kwargs: Any) -> Any:
         try:
             return forward(*args, **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException):
             return slot(*args, **kwargs)
 
-    layer.forward = passing
+    layer.forward = run_or_bypass_if_data_dependent
 
 
-def _origin(stage: nn.Module, results: Sequence[tuple[nn.Module, Any]], output: Any) -> str:
+def _describe_module_returning_output(stage: nn.Module, results: Sequence[tuple[nn.Module, Any]], output: Any) -> str:
     """Part of a message with the first module that returned a stage's output; empty if no module did."""
 
-    def items(value: Any) -> list[int]:
+    def get_object_ids(value: Any) -> list[int]:
         return list(map(id, value if isinstance(value, tuple) else (value,)))
 
     names = {id(module): name for name, module in _model_of(stage).named_modules() if name}
     for module, result in results:
-        if id(module) in names and not isinstance(module, PassThrough) and items(result) == items(output):
+        if (
+            id(module) in names
+            and not isinstance(module, PassThroughModule)
+            and get_object_ids(result) == get_object_ids(output)
+        ):
             return f", which {names[id(module)]!r} ({type(module).__name__}) returned"
     return ""
 
@@ -211,18 +219,18 @@ def _model_of(stage: nn.Module) -> nn.Module:
     return next((module.module for module in stage.modules() if isinstance(module, StageModule)), stage)
 
 
-def _received(outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+def _detach_as_received(outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
     return tuple(output.detach().requires_grad_(output.requires_grad) for output in outputs)
 
 
-class _ReentrantError(Exception):
+class _ReentrantCheckpointError(Exception):
     """Raised in place of a reentrant checkpoint."""
 
 
-class _Reentrant:
+class _RaisingCheckpointFunction:
     @staticmethod
     def apply(*args: Any) -> Any:
-        raise _ReentrantError
+        raise _ReentrantCheckpointError
 
 
 def find_failing_module(error: Exception, model: nn.Module) -> str | None:
@@ -235,7 +243,7 @@ def find_failing_module(error: Exception, model: nn.Module) -> str | None:
     return name
 
 
-class NoConditions(TorchFunctionMode):
+class FalseTensorBoolMode(TorchFunctionMode):
     """Mode in which the truth value of a tensor is False, as Hugging Face's forwards ask if a mask masks anything.
 
     Without data the value is unknown. It does not affect shapes in a model whose stages keep the shape of their input.
@@ -247,7 +255,7 @@ class NoConditions(TorchFunctionMode):
         return False if func is Tensor.__bool__ else func(*args, **(kwargs or {}))
 
 
-def _some_values(like: Tensor) -> Tensor:
+def _linspace_like(like: Tensor) -> Tensor:
     """Distinct values on the CPU, so that any change by a forward is detected."""
     return torch.linspace(-1.0, 1.0, like.numel(), device="cpu").view(like.shape).to(like.dtype)
 
@@ -256,7 +264,7 @@ def _is_tensor(value: Any) -> bool:
     return isinstance(value, Tensor)
 
 
-def _autocast(device_types: set[str]) -> Iterator[str]:
+def _list_active_autocast_dtypes(device_types: set[str]) -> Iterator[str]:
     for kind in device_types:
         if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
             yield f"{kind} {torch.get_autocast_dtype(kind)}"

@@ -13,12 +13,12 @@ from torch import nn
 from lightning_pipe.engine.common.errors import InputError
 
 if TYPE_CHECKING:
-    from lightning_pipe.llm.model.module_config import ModuleConfig
+    from lightning_pipe.llm.model.module_config import PPModuleConfig
 
 _PLAIN = (str, int, float, bool, torch.dtype, type(None))
 
 
-class PassThrough(nn.Module):
+class PassThroughModule(nn.Module):
     """Replacement of a module of another stage, without parameters or buffers, that returns its first argument."""
 
     def __init__(self, replaced: nn.Module | None = None, outputs: int = 1) -> None:
@@ -38,7 +38,7 @@ class PassThrough(nn.Module):
         return args[0] if args else next(iter(kwargs.values()))
 
 
-class InputSlot(PassThrough):
+class PassThroughNonLayerModule(PassThroughModule):
     """Replacement of a module outside the layers of a causal LM, for operations whose results do not count.
 
     It returns its first floating-point argument, or zeros in the shape that an embedding or a linear layer returns.
@@ -83,7 +83,7 @@ class StageHiddenStates:
     left: torch.Tensor | None = None
 
 
-class LayerSlot(PassThrough):
+class PassThroughLayer(PassThroughModule):
     """Replacement of a layer of another stage of a causal LM."""
 
     def __init__(
@@ -101,23 +101,25 @@ class LayerSlot(PassThrough):
         return (hidden, *[None] * (self._results - 1)) if self._results else hidden
 
 
-def build_stand_ins(model: nn.Module, config: ModuleConfig, fqns_of_stage: Sequence[str]) -> dict[str, PassThrough]:
+def build_stand_ins(
+    model: nn.Module, config: PPModuleConfig, fqns_of_stage: Sequence[str]
+) -> dict[str, PassThroughModule]:
     """Replacements of the listed modules that are not the stage's, by name."""
     local_fqns = set(fqns_of_stage)
-    foreign = {name: model.get_submodule(name) for name in config.modules if name not in local_fqns}
+    foreign = {name: model.get_submodule(name) for name in config.module_fqns if name not in local_fqns}
     if not is_causal_lm(model):
-        return {name: PassThrough(module, config.layer_outputs) for name, module in foreign.items()}
+        return {name: PassThroughModule(module, config.layer_outputs) for name, module in foreign.items()}
     passage, trial = StageHiddenStates(token_width(model)), config.trial
-    place = {name: i for i, name in enumerate(config.layers)}
-    results, called = (0, config.modules) if trial is None else (trial.layer_results, trial.called)
+    place = {name: i for i, name in enumerate(config.layer_fqns)}
+    results, called = (0, config.module_fqns) if trial is None else (trial.layer_results, trial.called)
     local_layers = [index for name, index in place.items() if name in local_fqns]
     # Without a layer of its own, the first stage leaves at the first layer, and the last stage enters at the last one.
     first = local_layers[0] if local_layers else 0 if local_fqns & set(config.input_fqns) else config.num_layers
     last = local_layers[-1] if local_layers else config.num_layers if local_fqns & set(config.output_fqns) else -1
     return {
-        name: LayerSlot(module, results, passage, place[name] < first, place[name] > last)
+        name: PassThroughLayer(module, results, passage, place[name] < first, place[name] > last)
         if name in place
-        else InputSlot(module, passage.width, None if name in called else name)
+        else PassThroughNonLayerModule(module, passage.width, None if name in called else name)
         for name, module in foreign.items()
     }
 

@@ -19,23 +19,29 @@ from lightning_pipe._compat.torch import FakeTensor
 from lightning_pipe.engine.common.errors import InputError, SetupError
 from lightning_pipe.llm.losses.balance_loss import BalanceLoss
 from lightning_pipe.llm.losses.router_losses import current_router_losses
-from lightning_pipe.llm.model.slots import LayerSlot, PassThrough, StageHiddenStates, build_stand_ins, is_causal_lm
+from lightning_pipe.llm.model.slots import (
+    PassThroughLayer,
+    PassThroughModule,
+    StageHiddenStates,
+    build_stand_ins,
+    is_causal_lm,
+)
 
 if TYPE_CHECKING:
-    from lightning_pipe.llm.model.module_config import ModuleConfig
+    from lightning_pipe.llm.model.module_config import PPModuleConfig
 
 __all__ = [
-    "PassThrough",
+    "PassThroughModule",
     "StageModule",
     "base_model",
-    "check_passes_through",
+    "check_no_ops_outside_modules",
+    "copy_tensor_attributes",
     "is_causal_lm",
-    "like_tensor",
     "make_stage",
     "named_parameters_and_buffers",
     "output_tensor",
-    "replace_other_modules",
-    "replace_tensors",
+    "replace_module_tensors",
+    "replace_modules_of_other_stages",
     "sentinel_like",
     "shallow_copy",
     "takes_cache",
@@ -61,14 +67,14 @@ class StageModule(nn.Module):
         self.num_stages = num_stages
         self._packs = packs and stage_index > 0
         self._causal_lm = is_causal_lm(module)
-        self._has_cache = self._causal_lm and takes_cache(self._called())
-        slots = [submodule for submodule in module.modules() if isinstance(submodule, LayerSlot)]
+        self._has_cache = self._causal_lm and takes_cache(self._get_model_or_base_model())
+        slots = [submodule for submodule in module.modules() if isinstance(submodule, PassThroughLayer)]
         self._passage = slots[0].passage if slots else StageHiddenStates()
         self._enters = stage_index > 0 and any(slot.enters for slot in slots)
         self._leaves = any(slot.leaves for slot in slots)
         self.balance = BalanceLoss.from_model(module) if self._causal_lm else None
 
-    def _called(self) -> nn.Module:
+    def _get_model_or_base_model(self) -> nn.Module:
         # Only the last stage runs the operations of a causal LM after its base model (scaling or capping logits).
         return self.module if self.stage_index == self.num_stages - 1 else base_model(self.module)
 
@@ -94,7 +100,9 @@ class StageModule(nn.Module):
                 with self.balance.capture_router_logits(base_model(self.module)) as logits:
                     output = self._run(first, **kwargs)
                 counted = None if losses is None else losses.token_mask
-                total = self.balance.add(sums[0] if sums else self.balance.zeros(first.device), logits, counted)
+                total = self.balance.add_router_logits_to_sums(
+                    sums[0] if sums else self.balance.create_zero_sums(first.device), logits, counted
+                )
         if self.stage_index < self.num_stages - 1:
             return output if self.balance is None else (output, total)
         result = output if result_of is None else result_of(output)
@@ -116,16 +124,16 @@ class StageModule(nn.Module):
             kwargs["use_cache"] = False
         try:
             self._passage.received = args[0] if self._enters else None
-            output = self._called()(**kwargs)
+            output = self._get_model_or_base_model()(**kwargs)
             if self._enters and not self._passage.entered:
-                raise self._no_layer("before its own, where its hidden states enter it", "previous")
+                raise self._make_layers_not_run_error("before its own, where its hidden states enter it", "previous")
             if self._leaves and self._passage.left is None:
-                raise self._no_layer("after its own, where its hidden states leave it", "next")
+                raise self._make_layers_not_run_error("after its own, where its hidden states leave it", "next")
             return output_tensor(output) if self._passage.left is None else self._passage.left
         finally:
             self._passage.received, self._passage.entered, self._passage.left = None, False, None
 
-    def _no_layer(self, where: str, neighbor: str) -> SetupError:
+    def _make_layers_not_run_error(self, where: str, neighbor: str) -> SetupError:
         return SetupError(
             f"stage {self.stage_index} of {self.num_stages} ran no layer {where}; expected a forward that runs the"
             f" layers of the {neighbor} stage. Move the split points"
@@ -136,15 +144,15 @@ class StageModule(nn.Module):
 
 
 def make_stage(
-    model: nn.Module, config: ModuleConfig, fqns_of_stage: Sequence[str], stage_index: int, num_stages: int
+    model: nn.Module, config: PPModuleConfig, fqns_of_stage: Sequence[str], stage_index: int, num_stages: int
 ) -> StageModule:
     """Make a model into the stage that holds the given modules."""
-    replace_other_modules(model, config, fqns_of_stage)
+    replace_modules_of_other_stages(model, config, fqns_of_stage)
     return StageModule(model, stage_index, num_stages, packs=True)
 
 
-def replace_other_modules(model: nn.Module, config: ModuleConfig, fqns_of_stage: Sequence[str]) -> None:
-    """Replace, in place, every input, layer and output module that is not the stage's by a :class:`PassThrough`.
+def replace_modules_of_other_stages(model: nn.Module, config: PPModuleConfig, fqns_of_stage: Sequence[str]) -> None:
+    """Replace, in place, every input, layer and output module that is not the stage's by a :class:`PassThroughModule`.
 
     List indices, dictionary keys and state-dict keys of the stage's modules do not change.
     """
@@ -152,7 +160,7 @@ def replace_other_modules(model: nn.Module, config: ModuleConfig, fqns_of_stage:
         model.set_submodule(name, slot)
 
 
-def check_passes_through(model: nn.Module, config: ModuleConfig, hidden: Hidden, **kwargs: Any) -> None:
+def check_no_ops_outside_modules(model: nn.Module, config: PPModuleConfig, hidden: Hidden, **kwargs: Any) -> None:
     """Run the model with every listed module passing its input through, and check that hidden states do not change.
 
     Operations of a forward outside its listed modules (a scale of the embedding) would be repeated on every stage. This
@@ -160,9 +168,9 @@ def check_passes_through(model: nn.Module, config: ModuleConfig, hidden: Hidden,
     (``derived_config.refine_config_by_trial``).
     """
     shell, failure = shallow_copy(model).train(), None
-    replace_other_modules(shell, config, ())
+    replace_modules_of_other_stages(shell, config, ())
     # Tensors of the shell, such as rotary frequencies, may have no memory yet.
-    replace_tensors(shell, sentinel_like)
+    replace_module_tensors(shell, sentinel_like)
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             result = shell(hidden, **kwargs)
@@ -228,7 +236,7 @@ def output_tensor(output: Any) -> Any:
     return output[0] if logits is None else logits
 
 
-def replace_tensors(model: nn.Module, make: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def replace_module_tensors(model: nn.Module, make: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Replace a model's parameters, buffers and plain attributes, in place, unless *make* returns the same tensor."""
     replacements: dict[int, torch.Tensor] = {}
     for module in model.modules():
@@ -238,11 +246,13 @@ def replace_tensors(model: nn.Module, make: Callable[[torch.Tensor], torch.Tenso
                 if isinstance(value, torch.Tensor):
                     if id(value) not in replacements:
                         replacement = make(value)
-                        replacements[id(value)] = value if replacement is value else like_tensor(value, replacement)
+                        replacements[id(value)] = (
+                            value if replacement is value else copy_tensor_attributes(value, replacement)
+                        )
                     values[name] = replacements[id(value)]
 
 
-def like_tensor(tensor: torch.Tensor, bare: torch.Tensor) -> torch.Tensor:
+def copy_tensor_attributes(tensor: torch.Tensor, bare: torch.Tensor) -> torch.Tensor:
     """Return `bare` with the type (parameter or not), `requires_grad` and attributes of `tensor`."""
     if isinstance(tensor, nn.Parameter):
         result: torch.Tensor = nn.Parameter(bare, requires_grad=tensor.requires_grad)

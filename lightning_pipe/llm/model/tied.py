@@ -44,7 +44,7 @@ def find_tied(groups: Sequence[Sequence[str]], fqns_of_stages: Sequence[Collecti
     return tied
 
 
-def name_copies(part: nn.Module, tied: Sequence[TiedParameter]) -> None:
+def rename_tied_copies(part: nn.Module, tied: Sequence[TiedParameter]) -> None:
     """Give copies of parameters their first name, where a part of a model holds them under another."""
     for tied_parameter in tied:
         present = dict(part.named_parameters(remove_duplicate=False))

@@ -12,22 +12,22 @@ from lightning_pipe.engine import SetupError
 from lightning_pipe.llm.model.activation_checkpoint import ActivationCheckpoint, apply_activation_checkpoint
 from lightning_pipe.llm.model.compiled_layers import compile_layers
 from lightning_pipe.llm.model.lora import is_adapted
-from lightning_pipe.llm.model.module_config import ModuleConfig
+from lightning_pipe.llm.model.module_config import PPModuleConfig
 from lightning_pipe.llm.model.routing_replay import install_moe_block_tracking
 from lightning_pipe.llm.model.stage_module import StageModule
 from lightning_pipe.llm.parallel.data_parallel import apply_data_parallel
 from lightning_pipe.llm.parallel.expert_parallel import apply_expert_parallel, check_experts
-from lightning_pipe.llm.parallel.parallel_dims import ParallelDims, StageMeshes
+from lightning_pipe.llm.parallel.parallel_dims import ParallelDims, ParallelMeshes
 from lightning_pipe.llm.parallel.sequence_parallel import check_sequence_parallel
 from lightning_pipe.llm.parallel.tensor_parallel import apply_tensor_parallel
-from lightning_pipe.llm.parallel.tensor_plan import TensorPlan, derive_tensor_plan, resolve_tensor_plan
+from lightning_pipe.llm.parallel.tensor_plan import TensorPlan, derive_tensor_plan, resolve_parallel_styles
 
 
 @dataclass(frozen=True)
 class StageParallelism:
     """Parallel dimensions of a rank's stages, and the execution options of their layers."""
 
-    meshes: StageMeshes | None = None
+    meshes: ParallelMeshes | None = None
     activation_checkpoint: ActivationCheckpoint | None = None
     compile_options: Mapping[str, Any] | None = None
 
@@ -41,7 +41,7 @@ class StageParallelism:
         """True if layers are not compiled: a graph holds the choices of one call."""
         return self.compile_options is None
 
-    def check(self, model: nn.Module, config: ModuleConfig) -> TensorPlan:
+    def check_model(self, model: nn.Module, config: PPModuleConfig) -> TensorPlan:
         """Check that the unsplit model supports these dimensions, and derive its tensor-parallel plan."""
         sizes, checkpoint = self.dimensions, self.activation_checkpoint
         if sizes.ep > 1:
@@ -61,28 +61,28 @@ class StageParallelism:
                 " Use parallel.dp_shard to share the weights of a layer"
             )
         plan = derive_tensor_plan(model, config)
-        styles = resolve_tensor_plan(model, config, plan, sizes.tp)
+        styles = resolve_parallel_styles(model, config, plan, sizes.tp)
         if sizes.sequence_parallel:
             check_sequence_parallel(model, config, plan, styles)
         return plan
 
-    def apply(self, stage: StageModule, config: ModuleConfig, plan: TensorPlan) -> None:
+    def apply(self, stage: StageModule, config: PPModuleConfig, plan: TensorPlan) -> None:
         """Apply all dimensions to a stage, in place."""
         meshes = self.meshes
         if self.can_replay_routing:
-            install_moe_block_tracking(stage.module, config.layers)
+            install_moe_block_tracking(stage.module, config.layer_fqns)
         if meshes is not None and meshes.tensor is not None:
             apply_tensor_parallel(stage, config, meshes.tensor, plan, sequences=self.dimensions.sequence_parallel)
         if meshes is not None and meshes.expert is not None:
             apply_expert_parallel(
                 stage, meshes.expert, meshes.expert_data, reshard_after_forward=self.dimensions.reshard_after_forward
             )
-        self.apply_activation_checkpoint(stage, config.layers)
+        self.apply_activation_checkpoint(stage, config.layer_fqns)
         if self.compile_options is not None:
-            compile_layers(stage, config.layers, **self.compile_options)
+            compile_layers(stage, config.layer_fqns, **self.compile_options)
         if meshes is not None and meshes.data is not None:
             reshard = self.dimensions.reshard_after_forward
-            apply_data_parallel(stage, config.layers, meshes.data, reshard_after_forward=reshard)
+            apply_data_parallel(stage, config.layer_fqns, meshes.data, reshard_after_forward=reshard)
 
     def apply_activation_checkpoint(self, stage: StageModule, layers: tuple[str, ...]) -> None:
         """Enable activation checkpointing for the selected layers."""

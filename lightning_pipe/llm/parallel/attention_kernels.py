@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_pipe._compat.transformers import attention_implementation, supports_flash
+from lightning_pipe._compat.transformers import attention_implementation, model_supports_flash_attention
 from lightning_pipe.engine.common.errors import InputError, SetupError
 from lightning_pipe.llm.model.stage_module import is_causal_lm
 
@@ -19,10 +19,12 @@ def reads_cu_seqlens(implementation: str) -> bool:
     return "flash" in implementation or implementation == VARLEN
 
 
-def check_attention_family(model: Any) -> None:
+def check_family_supports_attention(model: Any) -> None:
     """Check that a Hugging Face causal LM computes with an attention kernel what it computes without."""
     name, family = attention_implementation(model.config), model.config.model_type
-    if (name == VARLEN and not supports_flash(model)) or (name == "flex_attention" and family == "doge"):
+    if (name == VARLEN and not model_supports_flash_attention(model)) or (
+        name == "flex_attention" and family == "doge"
+    ):
         expected = "that transformers uses FlashAttention for" if name == VARLEN else "other than doge"
         raise SetupError(
             f"attention={name!r} is not supported for {family!r} models, which would train with another mask than with"

@@ -57,17 +57,21 @@ class ContextParallelGroup:
         part, attention = shard_micro_batch(micro_batch, self.group.rank(), self.size, keys, balanced=ring)
         return part, partial(RingAttention if ring else UlyssesAttention, self.group, attention)
 
-    def inputs(self, part: dict[str, Any], model_inputs: ModelInputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def build_model_inputs(
+        self, part: dict[str, Any], model_inputs: ModelInputs
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The model's arguments and keywords for this rank's chunk.
 
         A Hugging Face causal LM always gets the chunk's ``position_ids``. Unless the mask is square, it gets a mask of
         ones or no mask: a model that builds a mask repeats the heads of keys, and ranks that differ in this would send
         each other tensors of different shapes. The attention pattern comes from the batch, not from the model.
         """
-        positions, watched = part["position_ids"], _Watched(part)
+        positions, watched = part["position_ids"], _ReadTrackingMicroBatch(part)
         inputs = model_inputs(watched)
         # If it passes the micro-batch itself to the model, pass a plain dict.
-        arguments, keywords = tree_map(lambda value: dict(value) if isinstance(value, _Watched) else value, inputs)
+        arguments, keywords = tree_map(
+            lambda value: dict(value) if isinstance(value, _ReadTrackingMicroBatch) else value, inputs
+        )
         if self.causal_lm:
             keywords = {"position_ids": positions} | keywords
             mask = keywords.get("attention_mask")
@@ -88,7 +92,7 @@ class ContextParallelGroup:
         return gather_sequence(part, self.group, balanced=self.method == "ring")
 
 
-class _Watched(dict[str, Any]):
+class _ReadTrackingMicroBatch(dict[str, Any]):
     """A micro-batch that records if its positions are read."""
 
     positions_seen = False

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from lightning_pipe._compat.collectives import replicate
-from lightning_pipe.llm.model.stage_module import PassThrough, StageModule
+from lightning_pipe.llm.model.stage_module import PassThroughModule, StageModule
 from lightning_pipe.llm.parallel.expert_parallel import expert_parallel_parameters
 from lightning_pipe.llm.parallel.gradients import force_sum_reduction
 
@@ -22,7 +22,9 @@ def apply_data_parallel(
     stage: StageModule, layers: Iterable[str], mesh: DeviceMesh, *, reshard_after_forward: bool = False
 ) -> None:
     """Shard or replicate a stage over data-parallel ranks, in place; gradients are then summed over the ranks."""
-    stage_layers = [layer for layer in map(stage.module.get_submodule, layers) if not isinstance(layer, PassThrough)]
+    stage_layers = [
+        layer for layer in map(stage.module.get_submodule, layers) if not isinstance(layer, PassThroughModule)
+    ]
     expert_parameters = expert_parallel_parameters(stage)
     # Half-precision gradients are reduced in float32.
     half_precision = any(parameter.dtype in (torch.bfloat16, torch.float16) for parameter in stage.parameters())

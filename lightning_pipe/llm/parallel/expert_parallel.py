@@ -23,9 +23,9 @@ from lightning_pipe._compat.collectives import all_to_all_single, replicate, wai
 from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.llm.model.hf_experts import (
     experts_of,
-    gets_all_tokens,
-    run_batched_local_experts,
-    run_local_experts,
+    experts_take_all_tokens,
+    run_batched_expert_parallel_forward,
+    run_expert_parallel_forward,
 )
 from lightning_pipe.llm.model.moe import Experts, MoE
 from lightning_pipe.llm.parallel.overlap import yield_to_overlapped
@@ -42,7 +42,7 @@ def check_experts(model: nn.Module, size: int) -> None:
         )
     for name, experts in layers.items():
         numbers = {len(parameter) for parameter in experts.parameters()}
-        is_supported = hasattr(experts, "has_gate") or type(experts) is Experts or gets_all_tokens(experts)
+        is_supported = hasattr(experts, "has_gate") or type(experts) is Experts or experts_take_all_tokens(experts)
         if len(numbers) != 1 or not is_supported:
             raise SetupError(
                 f"parallel.ep is {size}, but the experts {name!r} are a {type(experts).__name__}; expected a class"
@@ -75,7 +75,7 @@ def apply_expert_parallel(
     for experts in layers.values():
         _shard_experts(experts, mesh)
         if data_mesh is not None and sharded:
-            _check_widths(experts, data_mesh["shard"].size())
+            _check_expert_widths(experts, data_mesh["shard"].size())
             # Sharded by width: the first dimension is already sharded over `mesh`.
             fully_shard(
                 experts,
@@ -85,12 +85,14 @@ def apply_expert_parallel(
             )
         elif data_mesh is not None:
             replicate(experts, mesh=data_mesh)
-    exchange = _TokenExchange(mesh.get_group())
+    exchange = _ExpertParallelRunner(mesh.get_group())
     for module in stage.modules():
         if isinstance(module, MoE):
             module.exchange = exchange
         elif module in layers.values() and not isinstance(module, Experts):
-            run = run_batched_local_experts if gets_all_tokens(module) else run_local_experts
+            run = (
+                run_batched_expert_parallel_forward if experts_take_all_tokens(module) else run_expert_parallel_forward
+            )
             module.forward = partial(run, module, exchange)
 
 
@@ -110,7 +112,7 @@ def _shard_experts(experts: nn.Module, mesh: DeviceMesh) -> None:
         setattr(experts, name, nn.Parameter(sharded, requires_grad=parameter.requires_grad))
 
 
-def _check_widths(experts: nn.Module, size: int) -> None:
+def _check_expert_widths(experts: nn.Module, size: int) -> None:
     widths = {parameter.shape[1] for parameter in experts.parameters()}
     if any(width % size for width in widths):
         raise SetupError(
@@ -120,7 +122,7 @@ def _check_widths(experts: nn.Module, size: int) -> None:
         )
 
 
-class _TokenExchange:
+class _ExpertParallelRunner:
     """Runs the experts of all ranks of a group; each rank calls it with its own tokens."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -128,33 +130,35 @@ class _TokenExchange:
 
     def __call__(self, experts: Callable[[Tensor, Tensor], Tensor], tokens: Tensor, counts: Tensor) -> Tensor:
         """As :class:`~lightning_pipe.llm.model.moe.Experts`, with the token counts of the experts of all ranks."""
-        arriving_counts = _all_to_all(counts, None, None, self._group)
+        arriving_counts = _run_overlapped_all_to_all(counts, None, None, self._group)
         # Tokens arrive sorted by source rank, then by expert.
         counts_by_rank = arriving_counts.view(self._group.size(), -1)
         sent, received = torch.stack([counts.view_as(counts_by_rank).sum(1), counts_by_rank.sum(1)]).tolist()
-        local_tokens = _travel(tokens, sent, received, self._group)
+        local_tokens = _all_to_all_autograd(tokens, sent, received, self._group)
         expert_ids = torch.arange(counts_by_rank.shape[1], device=counts.device).repeat(len(counts_by_rank))
         by_expert = expert_ids.repeat_interleave(arriving_counts, output_size=len(local_tokens)).argsort(stable=True)
         results = experts(local_tokens[by_expert], counts_by_rank.sum(0))
-        return _travel(results[by_expert.argsort()], received, sent, self._group)
+        return _all_to_all_autograd(results[by_expert.argsort()], received, sent, self._group)
 
 
-class _Travel(torch.autograd.Function):
+class _TokenAllToAll(torch.autograd.Function):
     """All-to-all of rows; backward sends their gradients back."""
 
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
         ctx.back = received, sent, group
-        return _all_to_all(tokens, sent, received, group)
+        return _run_overlapped_all_to_all(tokens, sent, received, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        return _all_to_all(gradient.contiguous(), *ctx.back), None, None, None
+        return _run_overlapped_all_to_all(gradient.contiguous(), *ctx.back), None, None, None
 
 
 # Compiled code could not pass the turn.
 @torch.compiler.disable
-def _all_to_all(rows: Tensor, sent: list[int] | None, received: list[int] | None, group: dist.ProcessGroup) -> Tensor:
+def _run_overlapped_all_to_all(
+    rows: Tensor, sent: list[int] | None, received: list[int] | None, group: dist.ProcessGroup
+) -> Tensor:
     pending = all_to_all_single(rows, received, sent, group)
     yield_to_overlapped()
     arrived: Tensor = wait_tensor(pending)
@@ -162,6 +166,6 @@ def _all_to_all(rows: Tensor, sent: list[int] | None, received: list[int] | None
 
 
 @torch.compiler.disable
-def _travel(tokens: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
-    arrived: Tensor = _Travel.apply(tokens, sent, received, group)
+def _all_to_all_autograd(tokens: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
+    arrived: Tensor = _TokenAllToAll.apply(tokens, sent, received, group)
     return arrived

@@ -49,7 +49,7 @@ class GradientNorm:
     def __call__(self) -> Tensor:
         """Total norm of the current gradients; 0 if there are no gradients. Every rank of the group must call it."""
         norm_table = torch.zeros(2, self._count, dtype=torch.float64, device=self._device)
-        norms = _norms(self._parameters)
+        norms = _compute_whole_gradient_norms(self._parameters)
         if norms:
             # Exact: float64 represents every value of these types, and so does the type they are promoted to.
             norm_table[0, list(norms)] = torch.stack([norm.to(self._device) for norm in norms.values()]).to(norm_table)
@@ -75,14 +75,14 @@ def clip_grads_with_norm(parameters: Iterable[nn.Parameter], max_norm: float, to
     multiplied even if the factor is 1, which avoids synchronizing with the device.
     """
     factor = torch.clamp(float(max_norm) / (total_norm + 1e-6), max=1.0)
-    for gradients in group_by_device_and_dtype(_local(parameters)):
+    for gradients in group_by_device_and_dtype(_collect_local_gradients(parameters)):
         foreach_mul_(gradients, factor.to(gradients[0].device))
 
 
 @torch.no_grad()
 def scale_gradients(parameters: Iterable[nn.Parameter], factor: float) -> None:
     """Multiply every gradient in place, once each; bitwise equal to ``grad.mul_(factor)``."""
-    for gradients in group_by_device_and_dtype(_local(parameters)):
+    for gradients in group_by_device_and_dtype(_collect_local_gradients(parameters)):
         if gradients[0].device.type == "cpu":
             # The CPU's foreach kernel is also a loop, and in addition rounds the factor to half precision first.
             for gradient in gradients:
@@ -103,16 +103,20 @@ def force_sum_reduction(module: nn.Module) -> None:
             part.set_gradient_divide_factor(1.0)
 
 
-def _norms(parameters: Mapping[int, nn.Parameter]) -> dict[int, Tensor]:
+def _compute_whole_gradient_norms(parameters: Mapping[int, nn.Parameter]) -> dict[int, Tensor]:
     """Norm of each whole gradient, by position; norms of shards are combined over the meshes they are sharded on."""
     gradients = {
-        position: _reduced(parameter.grad) for position, parameter in parameters.items() if parameter.grad is not None
+        position: _reduce_partial_gradient(parameter.grad)
+        for position, parameter in parameters.items()
+        if parameter.grad is not None
     }
-    norms = dict(zip(gradients, _part_norms([local_tensor(gradient) for gradient in gradients.values()]), strict=True))
+    norms = dict(
+        zip(gradients, _compute_tensor_norms([local_tensor(gradient) for gradient in gradients.values()]), strict=True)
+    )
     sharded: defaultdict[tuple[DeviceMesh, tuple[int, ...]], list[int]] = defaultdict(list)
     for position, gradient in gradients.items():
         if isinstance(gradient, DTensor):
-            sharded[gradient.device_mesh, _sharding_dimensions(gradient)].append(position)
+            sharded[gradient.device_mesh, _get_sharded_mesh_dims(gradient)].append(position)
     for (mesh, dimensions), positions in sharded.items():
         joined = torch.stack([norms[position].double() for position in positions])
         for dimension in dimensions:
@@ -122,7 +126,7 @@ def _norms(parameters: Mapping[int, nn.Parameter]) -> dict[int, Tensor]:
     return norms
 
 
-def _part_norms(parts: Sequence[Tensor]) -> list[Tensor]:
+def _compute_tensor_norms(parts: Sequence[Tensor]) -> list[Tensor]:
     """Norm of each tensor, in order; 0 for a tensor without elements, such as an empty shard."""
     norms = {id(part): part.new_zeros(()) for part in parts}
     for group in group_by_device_and_dtype([part for part in parts if part.numel()]):
@@ -130,12 +134,12 @@ def _part_norms(parts: Sequence[Tensor]) -> list[Tensor]:
     return [norms[id(part)] for part in parts]
 
 
-def _sharding_dimensions(gradient: DTensor) -> tuple[int, ...]:
+def _get_sharded_mesh_dims(gradient: DTensor) -> tuple[int, ...]:
     """Mesh dimensions over which the gradient is sharded; it is replicated over the others."""
     return tuple(index for index, placement in enumerate(gradient.placements) if not placement.is_replicate())
 
 
-def _reduced(gradient: Tensor) -> Tensor:
+def _reduce_partial_gradient(gradient: Tensor) -> Tensor:
     """The gradient, with partial sums that tensor parallelism left summed over ranks."""
     if isinstance(gradient, DTensor) and any(placement.is_partial() for placement in gradient.placements):
         return gradient.redistribute(placements=[Replicate() if p.is_partial() else p for p in gradient.placements])
@@ -147,7 +151,7 @@ def local_tensor(gradient: Tensor) -> Tensor:
     return gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
 
-def _local(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+def _collect_local_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
     """This rank's parts of the existing gradients."""
     return [local_tensor(parameter.grad) for parameter in parameters if parameter.grad is not None]
 

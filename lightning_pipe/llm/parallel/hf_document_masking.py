@@ -130,12 +130,12 @@ class HFDocumentMasking:
                 f" the families {', '.join(sorted(POSITION_ID_FAMILIES | MASKED_FAMILIES))}"
             )
         positions = micro_batch.get("position_ids")
-        if isinstance(positions, Tensor) and _boundaries(documents).gt(positions.diff(dim=1) != 1).any():
+        if isinstance(positions, Tensor) and _find_document_boundaries(documents).gt(positions.diff(dim=1) != 1).any():
             raise InputError(
                 "the micro-batch's position_ids continue where cu_seq_lens begin a document; expected positions that"
                 " restart with each document. Leave position_ids out to have them computed"
             )
-        if not self._masks(micro_batch):
+        if not self._needs_mask(micro_batch):
             return
         if reads_cu_seqlens(self._implementation) or self._implementation == "flex_attention":
             raise InputError(
@@ -164,21 +164,23 @@ class HFDocumentMasking:
         rows, _ = PadValues().rows_and_length(micro_batch)
         if reads_cu_seqlens(self._implementation):
             # Boundaries in all rows, one after the other: transformers reads positions only if there is a single row.
-            begins = nn.functional.pad(_boundaries(documents).expand(rows, -1), (1, 0), value=True).flatten()
+            begins = nn.functional.pad(
+                _find_document_boundaries(documents).expand(rows, -1), (1, 0), value=True
+            ).flatten()
             ends = nn.functional.pad(begins.nonzero().flatten(), (0, 1), value=begins.numel()).int()
             longest = int(ends.diff().max())
             model_keywords |= dict(zip(_DESCRIPTION, (ends, ends, longest, longest), strict=True))
         model_keywords["position_ids"] = (
             position_ids if isinstance(position_ids, Tensor) else document_positions(documents).expand(rows, -1)
         )
-        model_keywords["attention_mask"] = self._mask(micro_batch) if self._masks(micro_batch) else None
+        model_keywords["attention_mask"] = self._mask(micro_batch) if self._needs_mask(micro_batch) else None
         return model_keywords
 
     def _documents(self, micro_batch: Mapping[str, Any]) -> Tensor | None:
         _, length = PadValues().rows_and_length(micro_batch)
         return read_batch_attention(micro_batch, length).documents if length else None
 
-    def _masks(self, micro_batch: Mapping[str, Any]) -> bool:
+    def _needs_mask(self, micro_batch: Mapping[str, Any]) -> bool:
         """Return True if the model gets a mask in addition to positions."""
         if self._family in MASKED_FAMILIES:
             return True
@@ -199,6 +201,6 @@ def _has_padding_before_tokens(mask: Any) -> bool:
     return isinstance(mask, Tensor) and bool((mask.long().diff(dim=1) > 0).any())
 
 
-def _boundaries(documents: Tensor) -> Tensor:
+def _find_document_boundaries(documents: Tensor) -> Tensor:
     """True where the next token begins a document: bool, (rows, length - 1)."""
     return documents.diff(dim=1) != 0

@@ -25,7 +25,7 @@ from lightning_pipe.engine.runtime.thread_state import get_thread_state, use_thr
 _FIRST, _SECOND = range(2)
 
 
-class _Stopped(BaseException):
+class _OtherCallFailed(BaseException):
     """Ends a call whose other call has failed. Not an Exception, which a stage would report as its own failure."""
 
 
@@ -65,11 +65,11 @@ class ForwardBackwardOverlap:
             thread.start()
             self._side(_FIRST, first)
             thread.join()
-            _set_random_state(self._device, self._random)
+            _restore_random_state(self._device, self._random)
         finally:
             _current = None
         for failure in self._failures:
-            if failure is not None and not isinstance(failure, _Stopped):
+            if failure is not None and not isinstance(failure, _OtherCallFailed):
                 raise failure
 
     def yield_to_other(self) -> None:
@@ -80,15 +80,15 @@ class ForwardBackwardOverlap:
         random = _random_state(self._device)
         released, regained = self._passes[side]
         released.append(self._clock())
-        self._give(1 - side)
-        self._wait_for(side)
+        self._pass_turn(1 - side)
+        self._wait_for_turn(side)
         regained.append(self._clock())
-        _set_random_state(self._device, random)
+        _restore_random_state(self._device, random)
         failure = self._failures[1 - side]
         if failure is not None:
-            raise _Stopped
+            raise _OtherCallFailed
 
-    def active_spans(self, start: float, end: float) -> list[tuple[float, float]]:
+    def cut_pauses_from_span(self, start: float, end: float) -> list[tuple[float, float]]:
         """Parts of a span of the call that has the turn, without those in which the other call ran."""
         released, regained = self._passes[self._turn]
         pauses = [pause for pause in zip(released, regained, strict=True) if pause[0] >= start]
@@ -96,7 +96,7 @@ class ForwardBackwardOverlap:
         return list(pairwise(times))[::2]
 
     def _side(self, side: int, call: Callable[[], object]) -> None:
-        self._wait_for(side)
+        self._wait_for_turn(side)
         try:
             if self._failures[1 - side] is None:
                 call()
@@ -106,14 +106,14 @@ class ForwardBackwardOverlap:
             if side == _FIRST:
                 self._random = _random_state(self._device)
             self._ended[side] = True
-            self._give(1 - side)
+            self._pass_turn(1 - side)
 
-    def _give(self, side: int) -> None:
+    def _pass_turn(self, side: int) -> None:
         with self._changed:
             self._turn = side
             self._changed.notify_all()
 
-    def _wait_for(self, side: int) -> None:
+    def _wait_for_turn(self, side: int) -> None:
         with self._changed:
             self._changed.wait_for(lambda: self._turn == side)
 
@@ -127,9 +127,9 @@ def yield_to_overlapped() -> None:
         _current.yield_to_other()
 
 
-def exclude_other_call(start: float, end: float) -> list[tuple[float, float]]:
+def exclude_other_call_time(start: float, end: float) -> list[tuple[float, float]]:
     """Parts of a span of a call, without those in which the call that it takes turns with ran."""
-    return [(start, end)] if _current is None else _current.active_spans(start, end)
+    return [(start, end)] if _current is None else _current.cut_pauses_from_span(start, end)
 
 
 def _random_state(device: torch.device) -> list[torch.Tensor]:
@@ -137,7 +137,7 @@ def _random_state(device: torch.device) -> list[torch.Tensor]:
     return states if device.type == "cpu" else [*states, torch.get_device_module(device).get_rng_state(device)]
 
 
-def _set_random_state(device: torch.device, states: list[torch.Tensor]) -> None:
+def _restore_random_state(device: torch.device, states: list[torch.Tensor]) -> None:
     torch.set_rng_state(states[0])
     for state in states[1:]:
         torch.get_device_module(device).set_rng_state(state, device)

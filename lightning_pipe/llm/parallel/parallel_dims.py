@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.engine.common.options import check_choice, check_whole_number
-from lightning_pipe.engine.ranks.process_groups import use_default_timeout
+from lightning_pipe.engine.ranks.process_groups import inherit_default_group_timeout
 from lightning_pipe.llm.parallel.context_parallel_group import ContextMethod
 
 _WORLD = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -65,10 +65,10 @@ class ParallelDims:
         for name in (*_WORLD, "ep"):
             if name not in _OPEN or getattr(self, name) != -1:
                 check_whole_number(f"parallel.{name}", getattr(self, name), 1)
-        if len(self._open()) > 1:
+        if len(self._list_unset_dimensions()) > 1:
             raise SetupError(
-                f"parallel.{' and parallel.'.join(self._open())} are -1, but only one size can follow from the number"
-                " of ranks. Set the others; parallel.pp is -1 by default"
+                f"parallel.{' and parallel.'.join(self._list_unset_dimensions())} are -1, but only one size"
+                " can follow from the number of ranks. Set the others; parallel.pp is -1 by default"
             )
         check_choice("parallel.cp_method", self.cp_method, get_args(ContextMethod))
         for name in ("reshard_after_forward", "sequence_parallel"):
@@ -79,7 +79,7 @@ class ParallelDims:
                 " tokens. Set parallel.tp, or remove sequence_parallel"
             )
 
-    def _open(self) -> list[str]:
+    def _list_unset_dimensions(self) -> list[str]:
         return [name for name in _OPEN if getattr(self, name) == -1]
 
     @property
@@ -97,8 +97,8 @@ class ParallelDims:
         Raises:
             SetupError: the product of the sizes is not the world size, or ``ep`` does not divide ``dp_shard * cp``.
         """
-        known_size = math.prod(getattr(self, name) for name in _WORLD if name not in self._open())
-        fitted = replace(self, **dict.fromkeys(self._open(), max(world_size // known_size, 1)))
+        known_size = math.prod(getattr(self, name) for name in _WORLD if name not in self._list_unset_dimensions())
+        fitted = replace(self, **dict.fromkeys(self._list_unset_dimensions(), max(world_size // known_size, 1)))
         if math.prod(getattr(fitted, name) for name in _WORLD) != world_size:
             sizes = ", ".join(f"parallel.{name}={getattr(self, name)}" for name in _WORLD)
             raise SetupError(
@@ -115,7 +115,7 @@ class ParallelDims:
         return fitted
 
 
-class StageMeshes:
+class ParallelMeshes:
     """Device meshes over all ranks, one for each purpose; constructing them is collective.
 
     Attributes:
@@ -137,12 +137,12 @@ class StageMeshes:
         copies, sharing = (replicate, shard * context) if shard > 1 else (replicate * context, 1)
 
         def mesh(**sizes: int) -> DeviceMesh:
-            with use_default_timeout():
+            with inherit_default_group_timeout():
                 return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
         self.root = mesh(pipeline=pipeline, replicate=copies, shard=sharing, tensor=tensor)
-        self.data = _used(self.root, "replicate", "shard")
-        self.tensor = _used(self.root, "tensor")
+        self.data = _get_nontrivial_submesh(self.root, "replicate", "shard")
+        self.tensor = _get_nontrivial_submesh(self.root, "tensor")
         self.context = self.expert = self.expert_data = None
         if context > 1:
             self.context = mesh(before=pipeline * replicate * shard, context=context, after=tensor)["context"]
@@ -151,12 +151,12 @@ class StageMeshes:
             expert_copies = shard * context // expert
             copies, sharing = (replicate, expert_copies) if shard > 1 else (replicate * expert_copies, 1)
             experts = mesh(pipeline=pipeline, replicate=copies, shard=sharing, expert=expert, tensor=tensor)
-            self.expert, self.expert_data = experts["expert"], _used(experts, "replicate", "shard")
+            self.expert, self.expert_data = experts["expert"], _get_nontrivial_submesh(experts, "replicate", "shard")
         ranks: Tensor = self.root.mesh.reshape(pipeline, replicate * shard, context * tensor)
         self.same_batch: list[list[int]] = ranks.transpose(0, 1).flatten(1).tolist()
 
 
-def _used(mesh: DeviceMesh, *names: str) -> DeviceMesh | None:
+def _get_nontrivial_submesh(mesh: DeviceMesh, *names: str) -> DeviceMesh | None:
     """Submesh of the named dimensions that have more than one rank; None if all have one."""
     used = tuple(name for name in names if mesh[name].size() > 1)
     return mesh[used] if used else None

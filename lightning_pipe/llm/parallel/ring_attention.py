@@ -26,7 +26,7 @@ from lightning_pipe._compat.attention import (
     use_balanced_ring_attention,
 )
 from lightning_pipe._compat.collectives import all_gather_single_autograd, wait_tensor
-from lightning_pipe.llm.parallel.sdpa_intercept import ModelMaskCheck, SDPAInterceptMode, check_call, check_mask_heads
+from lightning_pipe.llm.parallel.sdpa_intercept import ChunkMaskCheck, SDPAInterceptMode, check_call, check_mask_heads
 from lightning_pipe.llm.parallel.sequence_chunks import AttentionPattern, chunk_positions
 
 _LENGTH = 2  # of (rows, heads, length, width)
@@ -47,7 +47,7 @@ class RingAttention(SDPAInterceptMode):
         if mask is not None:
             positions = chunk_positions(group.rank(), group.size(), mask.shape[-1], balanced=True)
             self._mask = mask.index_select(-2, positions.to(mask.device))
-        self._mask_check = ModelMaskCheck(mask, group.rank(), group.size(), balanced=True, square=self._square)
+        self._mask_check = ChunkMaskCheck(mask, group.rank(), group.size(), balanced=True, square=self._square)
 
     def attend(
         self,
@@ -74,7 +74,7 @@ class RingAttention(SDPAInterceptMode):
                     query, key, value, query.shape[-1] ** -0.5 if scale is None else scale, self._group
                 )
             mask = self._mask.to(query.dtype) if self._mask.is_floating_point() else self._mask
-            key, value = _gathered(key, value, self._group)
+            key, value = _gather_keys_and_values(key, value, self._group)
             return F.scaled_dot_product_attention(
                 query, key, value, mask, scale=scale, enable_gqa=enable_gqa, **options
             )
@@ -93,7 +93,7 @@ def _ring_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, gro
     return attended[..., : widths[-1]]
 
 
-def _gathered(key: Tensor, value: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+def _gather_keys_and_values(key: Tensor, value: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
     """Keys and values of the whole sequences, in order; backward sums the gradients of each rank's chunk."""
     both = torch.cat([key, value], -1).movedim(_LENGTH, 0).contiguous()
     gathered: Tensor = wait_tensor(all_gather_single_autograd(both, 0, group))
@@ -111,12 +111,12 @@ class _Ring(torch.autograd.Function):
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float, group: dist.ProcessGroup) -> Tensor:
         repeats = query.shape[1] // key.shape[1]
 
-        def attend_repeated(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> tuple[Any, ...]:
+        def attend_with_repeated_heads(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> tuple[Any, ...]:
             return attend(query, _repeat(key, repeats), _repeat(value, repeats), is_causal, scale)
 
         with use_balanced_ring_attention(query.dtype) as (ring, _):
             out, sums, *kernel_outputs = ring(
-                group, _LENGTH, attend_repeated, query=query, key=key, value=value, is_causal=True
+                group, _LENGTH, attend_with_repeated_heads, query=query, key=key, value=value, is_causal=True
             )
         ctx.save_for_backward(query, key, value, out, sums)
         ctx.kernel_outputs, ctx.scale, ctx.group, ctx.repeats = kernel_outputs, scale, group, repeats
@@ -128,20 +128,20 @@ class _Ring(torch.autograd.Function):
         query, key, value, out, sums = ctx.saved_tensors
         repeats = ctx.repeats
 
-        def attend_repeated(
+        def attend_backward_with_repeated_heads(
             query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor, is_causal: bool, grad_out: Tensor
         ) -> tuple[Tensor, ...]:
             saved = query, _repeat(key, repeats), _repeat(value, repeats), out, logsumexp
             grad_query, grad_key, grad_value = attend_backward(
                 grad_out, saved, ctx.kernel_outputs, is_causal, ctx.scale
             )
-            return grad_query, _add_up(grad_key, repeats), _add_up(grad_value, repeats)
+            return grad_query, _sum_repeated_heads(grad_key, repeats), _sum_repeated_heads(grad_value, repeats)
 
         with use_balanced_ring_attention(query.dtype) as (_, ring_backward):
             gradients = ring_backward(
                 ctx.group,
                 _LENGTH,
-                attend_repeated,
+                attend_backward_with_repeated_heads,
                 grad_out=gradient.contiguous(),
                 grad_out_name="grad_out",
                 query=query,
@@ -158,5 +158,5 @@ def _repeat(tensor: Tensor, repeats: int) -> Tensor:
     return tensor if repeats == 1 else tensor.repeat_interleave(repeats, 1)
 
 
-def _add_up(gradient: Tensor, repeats: int) -> Tensor:
+def _sum_repeated_heads(gradient: Tensor, repeats: int) -> Tensor:
     return gradient if repeats == 1 else gradient.unflatten(1, (-1, repeats)).sum(2)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_pipe.engine.common.errors import SetupError
-from lightning_pipe.llm.model.stage_module import PassThrough, StageModule, is_causal_lm
+from lightning_pipe.llm.model.stage_module import PassThroughModule, StageModule, is_causal_lm
 from lightning_pipe.llm.parallel.hf_document_masking import MASKED_FAMILIES, POSITION_ID_FAMILIES
 from lightning_pipe.llm.parallel.sequence_chunks import chunk_positions
 
@@ -78,7 +78,7 @@ class SDPAInterceptMode(TorchFunctionMode):
         raise NotImplementedError
 
 
-class ModelMaskCheck:
+class ChunkMaskCheck:
     """Check of the masks that a model passes for its chunk: they are replaced, so they must match the whole mask.
 
     A chunk's mask does not show the pattern between chunks: a window at least as long as a chunk, or as a piece of a
@@ -96,10 +96,10 @@ class ModelMaskCheck:
     def check(self, mask: Tensor | None, length: int) -> None:
         """Check that a mask equals the whole mask on the chunk's tokens."""
         if mask is not None:
-            self._compare(mask, length)
+            self._compare_with_full_mask(mask, length)
 
     @torch.compiler.disable
-    def _compare(self, mask: Tensor, length: int) -> None:
+    def _compare_with_full_mask(self, mask: Tensor, length: int) -> None:
         version = -1 if mask.is_inference() else mask._version
         if self._checked is not None and self._checked[0]() is mask and self._checked[1] == version >= 0:
             return
@@ -114,12 +114,12 @@ class ModelMaskCheck:
         else:
             rows = self._full_mask.index_select(-2, positions)
             expected = rows.index_select(-1, positions)
-            attends_itself = _attends(expected).diagonal(dim1=-2, dim2=-1)
+            attends_itself = _as_bool_mask(expected).diagonal(dim1=-2, dim2=-1)
             # A mask of the batch is padded with tokens that attend to themselves only, other patterns with tokens that
             # none attends to.
-            real = _attends(rows).sum(-1) > attends_itself.long() if self._square else attends_itself
+            real = _as_bool_mask(rows).sum(-1) > attends_itself.long() if self._square else attends_itself
             compared = compared & real[..., None]
-        if bool((_differs(mask, expected) & compared).any()):
+        if bool((_find_mask_differences(mask, expected) & compared).any()):
             raise SetupError(
                 "the model calls scaled_dot_product_attention with its own mask, such as a sliding window, which"
                 " differs from the attention pattern of the batch (its attention_mask of 4 dimensions, or else causal,"
@@ -129,23 +129,25 @@ class ModelMaskCheck:
         self._checked = (ref(mask), version)
 
 
-def _attends(mask: Tensor) -> Tensor:
+def _as_bool_mask(mask: Tensor) -> Tensor:
     """True where a bool or additive mask lets a query attend to a key."""
     return mask > _MASKED if mask.is_floating_point() else mask.bool()
 
 
-def _bias(mask: Tensor) -> Tensor:
+def _get_bias_of_attended_keys(mask: Tensor) -> Tensor:
     """What a mask adds to the scores of the keys that a query attends to."""
     return mask if mask.is_floating_point() else mask.new_zeros((), dtype=torch.float32)
 
 
-def _differs(mask: Tensor, expected: Tensor) -> Tensor:
+def _find_mask_differences(mask: Tensor, expected: Tensor) -> Tensor:
     """True where two masks, each bool or additive, differ in their effect."""
-    attends, bias = _attends(mask), _bias(mask)
-    return (attends != _attends(expected)) | (attends & (bias != _bias(expected).to(bias.dtype)))
+    attends, bias = _as_bool_mask(mask), _get_bias_of_attended_keys(mask)
+    return (attends != _as_bool_mask(expected)) | (
+        attends & (bias != _get_bias_of_attended_keys(expected).to(bias.dtype))
+    )
 
 
-class ContextParallelCheckedStage(nn.Module):
+class AttentionCheckedStage(nn.Module):
     """Stage whose forwards check that context parallelism intercepts all of its attention.
 
     It is used for the forwards on fake tensors that infer shapes. Every rank runs these for all stages, before any
@@ -162,7 +164,7 @@ class ContextParallelCheckedStage(nn.Module):
     ) -> None:
         super().__init__()
         if is_causal_lm(stage.module):
-            _check_config(stage.module.config)
+            _check_model_config(stage.module.config)
         # Training mode, so that dropout is visible.
         self.stage = stage.train()
         self._size = size if method == "ulysses" else 1
@@ -171,7 +173,7 @@ class ContextParallelCheckedStage(nn.Module):
         self._calls = 0
         for name in layers:
             layer = stage.module.get_submodule(name)
-            if not all(type(part) in _TOKENWISE or isinstance(part, PassThrough) for part in layer.modules()):
+            if not all(type(part) in _TOKENWISE or isinstance(part, PassThroughModule) for part in layer.modules()):
                 layer.register_forward_pre_hook(self._begin_layer)
                 layer.register_forward_hook(self._end_layer(name))
 
@@ -184,17 +186,17 @@ class ContextParallelCheckedStage(nn.Module):
                 " out, and a rank cannot select its heads of the mask. Use one mask for all heads: (rows or 1, 1,"
                 " length, length)"
             )
-        with _Watch(self._size, square, self._dropout, self._count):
+        with _AttentionCheckMode(self._size, square, self._dropout, self._count_attention_call):
             return self.stage(*args, **kwargs)
 
-    def _count(self) -> None:
+    def _count_attention_call(self) -> None:
         self._calls += 1
 
     def _begin_layer(self, layer: nn.Module, args: Any) -> None:
         self._calls = 0
 
     def _end_layer(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
-        def check(layer: nn.Module, args: Any, output: Any) -> None:
+        def check_attention_called(layer: nn.Module, args: Any, output: Any) -> None:
             if self._calls == 0:
                 raise SetupError(
                     f"layer {name} ({type(layer).__name__}) does not call scaled_dot_product_attention; expected a call"
@@ -203,10 +205,10 @@ class ContextParallelCheckedStage(nn.Module):
                     " merge a layer without attention into one with attention"
                 )
 
-        return check
+        return check_attention_called
 
 
-class _Watch(SDPAInterceptMode):
+class _AttentionCheckMode(SDPAInterceptMode):
     """Checks and counts the calls."""
 
     def __init__(self, size: int, square: bool, dropout: bool, count: Callable[[], None]) -> None:
@@ -282,7 +284,7 @@ def check_call(
         )
 
 
-def _check_config(config: Any) -> None:
+def _check_model_config(config: Any) -> None:
     if config.model_type not in CONTEXT_PARALLEL_FAMILIES:
         raise SetupError(
             f"parallel.cp is above 1, and {config.model_type!r} models are not known to train on parts of sequences;"

@@ -86,7 +86,7 @@ def shard_micro_batch(
     - ``position_ids``, where a new document begins wherever they do not increase by one, and a mask of (rows, length),
       whose zeros mark padding. No token attends to padding, and positions may jump next to it.
     """
-    sequences = _sequences(micro_batch, keys)
+    sequences = _select_sequence_tensors(micro_batch, keys)
     rows, length = _rows_and_length(sequences)
     attention = read_batch_attention(micro_batch, length)
     positions = chunk_positions(rank, size, length, balanced=balanced)
@@ -113,9 +113,9 @@ def shard_micro_batch(
     return local, attention
 
 
-def check_shardable(micro_batch: Mapping[str, Any], keys: PadValues | None = None) -> None:
+def check_micro_batch_shardable(micro_batch: Mapping[str, Any], keys: PadValues | None = None) -> None:
     """Check that a micro-batch can be cut, apart from its length, which padding changes."""
-    _, length = _rows_and_length(_sequences(micro_batch, keys))
+    _, length = _rows_and_length(_select_sequence_tensors(micro_batch, keys))
     read_batch_attention(micro_batch, length)
 
 
@@ -131,7 +131,7 @@ def gather_sequence(part: Tensor, group: dist.ProcessGroup, *, balanced: bool = 
     return joined.index_select(1, positions.argsort().to(joined.device))
 
 
-def _sequences(micro_batch: Mapping[str, Any], keys: PadValues | None) -> dict[str, Tensor]:
+def _select_sequence_tensors(micro_batch: Mapping[str, Any], keys: PadValues | None) -> dict[str, Tensor]:
     names = (keys or PadValues()).pad_value_by_key()
     return {key: micro_batch[key] for key in names if isinstance(micro_batch.get(key), Tensor)}
 

@@ -23,9 +23,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.llm.model.hf_experts import has_routers
-from lightning_pipe.llm.model.module_config import ModuleConfig, is_inside
-from lightning_pipe.llm.model.slots import PassThrough
-from lightning_pipe.llm.parallel.tensor_plan import TensorPlan, find_tensor_parallel_blocks
+from lightning_pipe.llm.model.module_config import PPModuleConfig, is_inside
+from lightning_pipe.llm.model.slots import PassThroughModule
+from lightning_pipe.llm.parallel.tensor_plan import TensorPlan, find_colwise_rowwise_blocks
 
 TOKEN_SHARD = Shard(1)  # dimension of the tokens in hidden states
 _WHOLE = Replicate()
@@ -33,12 +33,14 @@ _WHOLE = Replicate()
 Styles = Mapping[str, str | ParallelStyle]
 
 
-def check_sequence_parallel(model: nn.Module, config: ModuleConfig, plan: TensorPlan, styles: Styles) -> None:
+def check_sequence_parallel(model: nn.Module, config: PPModuleConfig, plan: TensorPlan, styles: Styles) -> None:
     """Check that a model works on parts of the tokens outside its blocks."""
     reason, style_objects = None, [name for name, style in plan.items() if isinstance(style, ParallelStyle)]
-    blocks = _blocks(model, config, styles)
+    blocks = _find_tensor_parallel_blocks(model, config, styles)
     unsupported = {
-        name for name, module in outside_blocks(model, config, styles).items() if not _is_norm(name, module, config)
+        name
+        for name, module in find_sequence_parallel_modules(model, config, styles).items()
+        if not _is_norm(name, module, config)
     }
     if has_routers(model):
         reason = "has a mixture of experts, whose routers need all tokens"
@@ -48,8 +50,8 @@ def check_sequence_parallel(model: nn.Module, config: ModuleConfig, plan: Tensor
         reason = (
             f"has a plan with ParallelStyle objects for {', '.join(style_objects)}; expected words such as 'colwise'"
         )
-    elif unsupported or blocks & set(config.layers):
-        names = ", ".join(sorted({*unsupported, *(blocks & set(config.layers))})[:3])
+    elif unsupported or blocks & set(config.layer_fqns):
+        names = ", ".join(sorted({*unsupported, *(blocks & set(config.layer_fqns))})[:3])
         reason = (
             f"has {names} in its layers; expected only norms next to modules that contain a 'colwise' and a 'rowwise'"
             " matrix each, such as attention and feed-forward"
@@ -61,9 +63,9 @@ def check_sequence_parallel(model: nn.Module, config: ModuleConfig, plan: Tensor
         )
 
 
-def outside_blocks(model: nn.Module, config: ModuleConfig, styles: Styles) -> dict[str, nn.Module]:
+def find_sequence_parallel_modules(model: nn.Module, config: PPModuleConfig, styles: Styles) -> dict[str, nn.Module]:
     """Modules of the layers with own parameters that see a part of the tokens, by name."""
-    blocks, layers = _blocks(model, config, styles), set(config.layers)
+    blocks, layers = _find_tensor_parallel_blocks(model, config, styles), set(config.layer_fqns)
     return {
         name: module
         for name, module in model.named_modules()
@@ -73,62 +75,66 @@ def outside_blocks(model: nn.Module, config: ModuleConfig, styles: Styles) -> di
     }
 
 
-def apply_sequence_parallel(model: nn.Module, config: ModuleConfig, mesh: DeviceMesh, styles: Styles) -> None:
+def apply_sequence_parallel(model: nn.Module, config: PPModuleConfig, mesh: DeviceMesh, styles: Styles) -> None:
     """Let the layers of a stage work on this rank's part of the tokens, in place; the stage takes and returns all.
 
     Call it before the plan's styles are applied, with ``rowwise`` matrices that return the dimension ``TOKEN_SHARD``
     cut.
     """
 
-    def moved(source: Placement, target: Placement, gradient: Placement) -> Callable[[Tensor], Tensor]:
+    def make_redistribute_fn(source: Placement, target: Placement, gradient: Placement) -> Callable[[Tensor], Tensor]:
         return lambda tensor: (
             DTensor.from_local(tensor, mesh, [source])
             .redistribute(placements=[target])
             .to_local(grad_placements=[gradient])
         )
 
-    def without_sum(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    def keep_input_gradient_partial(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         # The gradient of a block's input is summed where it leaves the block, once for all its matrices.
         return DTensor.from_local(args[0], mesh, [_WHOLE], grad_placements=[Partial()]), *args[1:]
 
-    stage_layers = [layer for layer in map(model.get_submodule, config.layers) if not isinstance(layer, PassThrough)]
+    stage_layers = [
+        layer for layer in map(model.get_submodule, config.layer_fqns) if not isinstance(layer, PassThroughModule)
+    ]
     if stage_layers:
-        _change_input(stage_layers[0], moved(_WHOLE, TOKEN_SHARD, TOKEN_SHARD))
-        _change_output(stage_layers[-1], moved(TOKEN_SHARD, _WHOLE, _WHOLE))
-    for name in _blocks(model, config, styles):
-        _change_input(model.get_submodule(name), moved(TOKEN_SHARD, _WHOLE, Partial()))
+        _change_input(stage_layers[0], make_redistribute_fn(_WHOLE, TOKEN_SHARD, TOKEN_SHARD))
+        _change_output(stage_layers[-1], make_redistribute_fn(TOKEN_SHARD, _WHOLE, _WHOLE))
+    for name in _find_tensor_parallel_blocks(model, config, styles):
+        _change_input(model.get_submodule(name), make_redistribute_fn(TOKEN_SHARD, _WHOLE, Partial()))
     for name, style in styles.items():
         if isinstance(style, ColwiseParallel):
-            model.get_submodule(name).register_forward_pre_hook(without_sum)
+            model.get_submodule(name).register_forward_pre_hook(keep_input_gradient_partial)
 
 
-def _blocks(model: nn.Module, config: ModuleConfig, styles: Styles) -> set[str]:
+def _find_tensor_parallel_blocks(model: nn.Module, config: PPModuleConfig, styles: Styles) -> set[str]:
     columns, rows = (
         [name for name, style in styles.items() if isinstance(style, style_class)]
         for style_class in (ColwiseParallel, RowwiseParallel)
     )
-    return find_tensor_parallel_blocks(config, columns, rows)
+    return find_colwise_rowwise_blocks(config, columns, rows)
 
 
-def _is_norm(name: str, module: nn.Module, config: ModuleConfig) -> bool:
-    is_near = name in config.layers or name.rpartition(".")[0] in config.layers
+def _is_norm(name: str, module: nn.Module, config: PPModuleConfig) -> bool:
+    is_near = name in config.layer_fqns or name.rpartition(".")[0] in config.layer_fqns
     return is_near and all(parameter.dim() < 2 for parameter in module.parameters(recurse=False))
 
 
 def _change_input(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
     """Change the first argument of a module, which is its hidden states."""
 
-    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def change_first_argument(
+        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, dict[str, Any]]:
         if args:
             return (change(args[0]), *args[1:]), kwargs
         first = next(iter(kwargs))
         return args, {**kwargs, first: change(kwargs[first])}
 
-    module.register_forward_pre_hook(hook, with_kwargs=True)
+    module.register_forward_pre_hook(change_first_argument, with_kwargs=True)
 
 
 def _change_output(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
-    def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    def change_first_output(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         return (change(output[0]), *output[1:]) if isinstance(output, tuple) else change(output)
 
-    module.register_forward_hook(hook)
+    module.register_forward_hook(change_first_output)

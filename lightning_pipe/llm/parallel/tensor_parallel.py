@@ -27,18 +27,22 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle, RowwiseParallel, parallelize_module
 
 from lightning_pipe.engine.common.errors import SetupError
-from lightning_pipe.llm.model.module_config import ModuleConfig
+from lightning_pipe.llm.model.module_config import PPModuleConfig
 from lightning_pipe.llm.model.stage_module import StageModule
 from lightning_pipe.llm.parallel.gradients import group_by_device_and_dtype, local_tensor
-from lightning_pipe.llm.parallel.sequence_parallel import TOKEN_SHARD, apply_sequence_parallel, outside_blocks
-from lightning_pipe.llm.parallel.tensor_plan import PARTIAL_GRADIENT, TensorPlan, resolve_tensor_plan
+from lightning_pipe.llm.parallel.sequence_parallel import (
+    TOKEN_SHARD,
+    apply_sequence_parallel,
+    find_sequence_parallel_modules,
+)
+from lightning_pipe.llm.parallel.tensor_plan import PARTIAL_GRADIENT, TensorPlan, resolve_parallel_styles
 
 _MARK = "_tensor_parallel_partial_gradients"  # on a module whose own parameters see a part of the activations
 _NORM_TOLERANCE = 0.01  # a smaller relative difference of norms is attributed to non-deterministic kernels
 
 
 def apply_tensor_parallel(
-    stage: StageModule, config: ModuleConfig, mesh: DeviceMesh, plan: TensorPlan, *, sequences: bool = False
+    stage: StageModule, config: PPModuleConfig, mesh: DeviceMesh, plan: TensorPlan, *, sequences: bool = False
 ) -> None:
     """Keep this rank's part of each matrix of a stage's layers, in place, without communication.
 
@@ -62,10 +66,10 @@ def apply_tensor_parallel(
     states must be equal.
     """
     model = stage.module
-    styles = resolve_tensor_plan(model, config, plan, mesh.size())
+    styles = resolve_parallel_styles(model, config, plan, mesh.size())
     if sequences:
         apply_sequence_parallel(model, config, mesh, styles)
-        for module in outside_blocks(model, config, styles).values():
+        for module in find_sequence_parallel_modules(model, config, styles).values():
             setattr(module, _MARK, True)
     for name, style in styles.items():
         module = model.get_submodule(name)

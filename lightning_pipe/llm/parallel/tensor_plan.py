@@ -16,8 +16,8 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
 from lightning_pipe.engine.common.errors import SetupError
-from lightning_pipe.llm.model.module_config import ModuleConfig
-from lightning_pipe.llm.model.stage_module import PassThrough, is_causal_lm
+from lightning_pipe.llm.model.module_config import PPModuleConfig
+from lightning_pipe.llm.model.stage_module import PassThroughModule, is_causal_lm
 
 TensorPlan = Mapping[str, str | ParallelStyle]
 
@@ -48,7 +48,7 @@ _CUT: dict[tuple[type[nn.Module], type[ParallelStyle]], int] = {
 _HEADS = ("num_attention_heads", "num_key_value_heads", "num_heads", "num_kv_heads")
 
 
-def derive_tensor_plan(model: nn.Module, config: ModuleConfig) -> dict[str, str | ParallelStyle]:
+def derive_tensor_plan(model: nn.Module, config: PPModuleConfig) -> dict[str, str | ParallelStyle]:
     """Derive the plan from a model's ``get_tensor_parallel_plan()``, or from its Hugging Face config.
 
     Only the layers' entries of the config's ``base_model_tp_plan`` are used; embedding, last norm and head stay whole
@@ -57,10 +57,10 @@ def derive_tensor_plan(model: nn.Module, config: ModuleConfig) -> dict[str, str 
     """
     needed = (
         "Add get_tensor_parallel_plan() to the model; it returns a dict from module names, such as"
-        f" '{_any_layer(config)}.mlp.up_proj', to {', '.join(_STYLES)} or PyTorch's ParallelStyle objects"
+        f" '{_make_layer_pattern(config)}.mlp.up_proj', to {', '.join(_STYLES)} or PyTorch's ParallelStyle objects"
     )
     get_plan = getattr(model, "get_tensor_parallel_plan", None)
-    plan = get_plan() if callable(get_plan) else _plan_of_config(model, config)
+    plan = get_plan() if callable(get_plan) else _derive_plan_from_hf_config(model, config)
     if not isinstance(plan, Mapping) or not plan:
         raise SetupError(
             f"{type(model).__name__} has no plan for tensor parallelism of its layers, got {plan!r}. {needed}"
@@ -68,7 +68,7 @@ def derive_tensor_plan(model: nn.Module, config: ModuleConfig) -> dict[str, str 
     return dict(plan)
 
 
-def _plan_of_config(model: nn.Module, config: ModuleConfig) -> dict[str, str | ParallelStyle]:
+def _derive_plan_from_hf_config(model: nn.Module, config: PPModuleConfig) -> dict[str, str | ParallelStyle]:
     words = (getattr(model.config, "base_model_tp_plan", None) if is_causal_lm(model) else None) or {}
     # The plan's names are relative to the module that holds the list of layers.
     prefix = config.layer_prefix.rpartition(".")[0]
@@ -76,38 +76,39 @@ def _plan_of_config(model: nn.Module, config: ModuleConfig) -> dict[str, str | P
     plan: dict[str, str | ParallelStyle] = {
         prefix + pattern: _HUGGING_FACE.get(word, word)
         for pattern, word in words.items()
-        if any(_is_in_layer(name, config) for name in _matches(prefix + pattern, model))
+        if any(_is_in_layer(name, config) for name in _find_matching_module_names(prefix + pattern, model))
     }
-    for name in _modules_between_shards(model, config, plan):
-        plan.setdefault(_of_any_layer(name, config), PARTIAL_GRADIENT)
+    for name in _find_unsharded_modules_in_blocks(model, config, plan):
+        plan.setdefault(_replace_layer_index_by_star(name, config), PARTIAL_GRADIENT)
     return plan
 
 
-def resolve_tensor_plan(
-    model: nn.Module, config: ModuleConfig, plan: TensorPlan, size: int
+def resolve_parallel_styles(
+    model: nn.Module, config: PPModuleConfig, plan: TensorPlan, size: int
 ) -> dict[str, str | ParallelStyle]:
     """Resolve a plan to the style of each module, and check it. All ranks get the same result for the unsplit model."""
-    is_whole = not any(isinstance(module, PassThrough) for module in model.modules())
+    is_whole = not any(isinstance(module, PassThroughModule) for module in model.modules())
     styles: dict[str, str | ParallelStyle] = {}
     for pattern, entry in plan.items():
         style = _style(pattern, entry)
-        names = _matches(pattern, model)
+        names = _find_matching_module_names(pattern, model)
         if not names and is_whole:
             raise SetupError(
                 f"the tensor-parallel plan names {pattern}, which {type(model).__name__} does not have; expected names"
-                f" of modules in its layers. Use names such as {_some_names(model, config)}, with * for any index"
+                f" of modules in its layers. Use names such as {_format_example_module_names(model, config)},"
+                " with * for any index"
             )
         for name in names:
             if style != "replicate" and not _is_in_layer(name, config):
                 raise SetupError(
                     f"the tensor-parallel plan cuts {name}, which is in no layer; expected modules in"
-                    f" {_any_layer(config)}. Remove it from the plan: embedding, norm and head stay whole"
+                    f" {_make_layer_pattern(config)}. Remove it from the plan: embedding, norm and head stay whole"
                 )
             if name in styles:
                 raise SetupError(f"the tensor-parallel plan has two entries for {name}; expected one. Remove {pattern}")
             styles[name] = style
     for name, module_style in styles.items():
-        _check_module(name, model.get_submodule(name), module_style, size)
+        _check_style_fits_module(name, model.get_submodule(name), module_style, size)
     _check_heads(model, styles, size)
     return styles
 
@@ -124,7 +125,7 @@ def _style(pattern: str, entry: object) -> str | ParallelStyle:
     return entry if make_style is None else make_style()
 
 
-def _check_module(name: str, module: nn.Module, style: str | ParallelStyle, size: int) -> None:
+def _check_style_fits_module(name: str, module: nn.Module, style: str | ParallelStyle, size: int) -> None:
     if not isinstance(style, ColwiseParallel | RowwiseParallel):
         return
     cut = [
@@ -165,14 +166,14 @@ def _check_heads(model: nn.Module, styles: Mapping[str, str | ParallelStyle], si
                     )
 
 
-def _modules_between_shards(model: nn.Module, config: ModuleConfig, plan: TensorPlan) -> list[str]:
+def _find_unsharded_modules_in_blocks(model: nn.Module, config: PPModuleConfig, plan: TensorPlan) -> list[str]:
     """Modules with parameters between a ``colwise`` and a ``rowwise`` module, which see a part of the activations.
 
     They are the remaining modules of the smallest module that contains both.
     """
-    styles = {name: word for pattern, word in plan.items() for name in _matches(pattern, model)}
+    styles = {name: word for pattern, word in plan.items() for name in _find_matching_module_names(pattern, model)}
     columns, rows = ([name for name, word in styles.items() if word == kind] for kind in ("colwise", "rowwise"))
-    blocks = find_tensor_parallel_blocks(config, columns, rows)
+    blocks = find_colwise_rowwise_blocks(config, columns, rows)
     return [
         name
         for name, module in model.named_modules()
@@ -182,7 +183,7 @@ def _modules_between_shards(model: nn.Module, config: ModuleConfig, plan: Tensor
     ]
 
 
-def find_tensor_parallel_blocks(config: ModuleConfig, columns: Collection[str], rows: Collection[str]) -> set[str]:
+def find_colwise_rowwise_blocks(config: PPModuleConfig, columns: Collection[str], rows: Collection[str]) -> set[str]:
     """The smallest modules of layers that contain matrices cut by columns and by rows, such as attention."""
     blocks = set()
     for name in columns:
@@ -194,7 +195,7 @@ def find_tensor_parallel_blocks(config: ModuleConfig, columns: Collection[str], 
     return blocks
 
 
-def _matches(pattern: str, model: nn.Module) -> list[str]:
+def _find_matching_module_names(pattern: str, model: nn.Module) -> list[str]:
     """Names of the model's modules that match a pattern; each part between dots is matched separately."""
     parts = pattern.split(".")
     return [
@@ -202,27 +203,27 @@ def _matches(pattern: str, model: nn.Module) -> list[str]:
         for name, module in model.named_modules()
         if name
         and name.count(".") + 1 == len(parts)
-        and not isinstance(module, PassThrough)
+        and not isinstance(module, PassThroughModule)
         and all(map(fnmatchcase, name.split("."), parts))
     ]
 
 
-def _is_in_layer(name: str, config: ModuleConfig) -> bool:
-    return f"{name}.".startswith(tuple(f"{layer}." for layer in config.layers))
+def _is_in_layer(name: str, config: PPModuleConfig) -> bool:
+    return f"{name}.".startswith(tuple(f"{layer}." for layer in config.layer_fqns))
 
 
-def _any_layer(config: ModuleConfig) -> str:
+def _make_layer_pattern(config: PPModuleConfig) -> str:
     return f"{config.layer_prefix}.*" if config.layer_prefix else "*"
 
 
-def _of_any_layer(name: str, config: ModuleConfig) -> str:
-    return re.sub(rf"^{re.escape(_any_layer(config)[:-1])}\d+", lambda _: _any_layer(config), name)
+def _replace_layer_index_by_star(name: str, config: PPModuleConfig) -> str:
+    return re.sub(rf"^{re.escape(_make_layer_pattern(config)[:-1])}\d+", lambda _: _make_layer_pattern(config), name)
 
 
-def _some_names(model: nn.Module, config: ModuleConfig) -> str:
+def _format_example_module_names(model: nn.Module, config: PPModuleConfig) -> str:
     kinds = tuple({kind for kind, _ in _CUT})
     inside = [
-        _of_any_layer(name, config)
+        _replace_layer_index_by_star(name, config)
         for name, module in model.named_modules()
         if isinstance(module, kinds) and _is_in_layer(name, config)
     ]

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from lightning_pipe._compat.attention import function_modes_disabled
 from lightning_pipe._compat.collectives import all_to_all_single_autograd, wait_tensor
-from lightning_pipe.llm.parallel.sdpa_intercept import ModelMaskCheck, SDPAInterceptMode, check_call, check_mask_heads
+from lightning_pipe.llm.parallel.sdpa_intercept import ChunkMaskCheck, SDPAInterceptMode, check_call, check_mask_heads
 from lightning_pipe.llm.parallel.sequence_chunks import AttentionPattern
 
 
@@ -43,7 +43,7 @@ class UlyssesAttention(SDPAInterceptMode):
         # Built once and shared by all layers, since autograd keeps each layer's mask until backward.
         self._mask = None if attention is None else attention.as_mask()
         self._square = attention is not None and attention.mask is not None
-        self._mask_check = ModelMaskCheck(self._mask, group.rank(), group.size(), square=self._square)
+        self._mask_check = ChunkMaskCheck(self._mask, group.rank(), group.size(), square=self._square)
 
     def attend(
         self,
@@ -62,11 +62,11 @@ class UlyssesAttention(SDPAInterceptMode):
         repeats = size // math.gcd(key.shape[1], size)
         if repeats > 1:
             key, value = (tensor.repeat_interleave(repeats, 1) for tensor in (key, value))
-        query, key, value = _heads_to_ranks([query, key, value], self._group)
+        query, key, value = _gather_sequence_scatter_heads([query, key, value], self._group)
         mask = self._local_head_mask(query)
         with function_modes_disabled():  # an outer context may be in the same mode
             attended = F.scaled_dot_product_attention(query, key, value, mask, dropout_p, mask is None, **options)
-        return _chunks_to_ranks(attended, self._group)
+        return _gather_heads_scatter_sequence(attended, self._group)
 
     def _local_head_mask(self, query: Tensor) -> Tensor | None:
         mask = self._mask
@@ -78,23 +78,23 @@ class UlyssesAttention(SDPAInterceptMode):
         return mask.to(query.dtype) if mask.is_floating_point() else mask
 
 
-def _heads_to_ranks(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
+def _gather_sequence_scatter_heads(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
     """Exchange (rows, heads, length / c, width) for (rows, heads / c, length, width): own heads of all chunks."""
     size = group.size()
     # The first dimension is the destination rank before the exchange, and the source rank after it.
     parts = [tensor.reshape(len(tensor), size, -1, *tensor.shape[2:]).movedim(1, 0) for tensor in tensors]
-    received = _all_to_all(torch.cat([part.flatten(1) for part in parts], 1), group)
+    received = _all_to_all_autograd(torch.cat([part.flatten(1) for part in parts], 1), group)
     pieces = received.split([part[0].numel() for part in parts], 1)
     return [piece.view(part.shape).movedim(0, 2).flatten(2, 3) for piece, part in zip(pieces, parts, strict=True)]
 
 
-def _chunks_to_ranks(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+def _gather_heads_scatter_sequence(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Exchange (rows, heads / c, length, width) for (rows, heads, length / c, width): own chunk of all heads."""
     parts = tensor.reshape(*tensor.shape[:2], group.size(), -1, tensor.shape[-1]).movedim(2, 0)
-    return _all_to_all(parts, group).movedim(0, 1).flatten(1, 2)
+    return _all_to_all_autograd(parts, group).movedim(0, 1).flatten(1, 2)
 
 
-def _all_to_all(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
+def _all_to_all_autograd(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Send parts[i] to rank i, and receive result[i] from it; backward sends the gradients back."""
     received: Tensor = wait_tensor(all_to_all_single_autograd(parts.contiguous(), None, None, group))
     return received

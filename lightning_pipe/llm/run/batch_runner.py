@@ -18,9 +18,9 @@ from lightning_pipe.engine.ranks.object_collectives import raise_gathered, run_o
 from lightning_pipe.llm.losses.cross_entropy import check_loss_is_sum
 from lightning_pipe.llm.losses.router_losses import RouterLosses, sum_router_losses
 from lightning_pipe.llm.parallel.gradients import scale_gradients
-from lightning_pipe.llm.parallel.parallel_dims import StageMeshes
+from lightning_pipe.llm.parallel.parallel_dims import ParallelMeshes
 from lightning_pipe.llm.run.loss_scaling import LossScaling
-from lightning_pipe.llm.run.preparation import BatchPreparation, PreparedBatch, StepInputs
+from lightning_pipe.llm.run.preparation import BatchInPreparation, BatchPreparation, StepInputs
 from lightning_pipe.llm.run.schedule_runner import ScheduleRunner, StageInputs
 from lightning_pipe.llm.run.stage_hooks import BatchResult, RouterLossMeans, StageHooks
 
@@ -37,7 +37,7 @@ class BatchRunner:
     module: StageHooks
     runner: ScheduleRunner
     preparation: BatchPreparation
-    meshes: StageMeshes
+    meshes: ParallelMeshes
     last_stage_rank: int
     group: dist.ProcessGroup
     device: torch.device
@@ -52,20 +52,22 @@ class BatchRunner:
         # The ranks of a tensor-parallel group have the same losses, so only one of them is counted.
         self._counts = self.meshes.tensor is None or self.meshes.tensor.get_local_rank() == 0
 
-    def begin_step(self) -> None:
+    def discard_unfinished_step_tokens(self) -> None:
         """Discard the tokens of an unfinished step, since an epoch or a training may have ended within a step."""
         self._tokens = 0
         if self.scaling is not None:
-            self.scaling.end()
+            self.scaling.pop_gradient_factor()
 
-    def run(self, batch: Any, prepared: PreparedBatch | None) -> BatchResult:
+    def run(self, batch: Any, prepared: BatchInPreparation | None) -> BatchResult:
         """Compute the loss of a batch on every rank, and its gradients if gradients are enabled."""
         step = self._prepare(batch, prepared)
         train = torch.is_grad_enabled()
         scale = self.scaling.begin(step.tokens) if train and self.scaling is not None else 1.0
-        micro_batches, routers = self._with_routers(step, scale) if self.has_routers else (step.micro_batches, [])
+        micro_batches, routers = (
+            self._add_router_loss_contexts(step, scale) if self.has_routers else (step.micro_batches, [])
+        )
         if train:
-            losses = self.runner.train(micro_batches, self._scaled_loss(scale))
+            losses = self.runner.train(micro_batches, self._make_scaled_loss_fn(scale))
             self._tokens += step.tokens
         else:
             losses = self.runner.evaluate(micro_batches, self.module.summed_loss)
@@ -75,25 +77,25 @@ class BatchRunner:
         loss = total.float().to(self.device) / (scale * max(step.tokens, 1))
         return BatchResult(loss, step.tokens, RouterLossMeans.from_sums(torch.stack(router_sums)))
 
-    def _with_routers(self, step: StepInputs, scale: float) -> tuple[list[StageInputs], list[RouterLosses]]:
+    def _add_router_loss_contexts(self, step: StepInputs, scale: float) -> tuple[list[StageInputs], list[RouterLosses]]:
         """Add router losses to the micro-batches, weighted by their tokens and scaled like the main loss."""
         remaining_rows, routers = step.cut.rows, []
         tokens = self.preparation.count_local_loss_tokens(step)
         for micro_batch, item, length, count in zip(
             step.micro_batches, step.cut.items, step.lengths, tokens, strict=True
         ):
-            counted = self._router_tokens(micro_batch.target, remaining_rows, length)
+            counted = self._build_router_token_mask(micro_batch.target, remaining_rows, length)
             routers.append(RouterLosses(count, token_mask=counted, scale=scale))
-            remaining_rows -= self.preparation.keys.rows_and_length(item)[0]
+            remaining_rows -= self.preparation.padding_spec.rows_and_length(item)[0]
         micro_batches = [
             replace(micro_batch, contexts=(*micro_batch.contexts, partial(_identity, losses)))
             for micro_batch, losses in zip(step.micro_batches, routers, strict=True)
         ]
         return micro_batches, routers
 
-    def _router_tokens(self, micro_batch: Any, rows: int, length: int) -> Tensor | None:
+    def _build_router_token_mask(self, micro_batch: Any, rows: int, length: int) -> Tensor | None:
         """Tokens over which routers are balanced: the module's, or all, without added rows and padding."""
-        counted = self.module.router_tokens(micro_batch)
+        counted = self.module.router_token_mask(micro_batch)
         tokens = micro_batch.get("input_ids") if counted is None else counted
         if not isinstance(tokens, Tensor) or tokens.ndim < 2 or (len(tokens) <= rows and tokens.shape[1] <= length):
             return counted
@@ -101,11 +103,11 @@ class BatchRunner:
         real = (row[:, None] < rows) & (position < length)
         return real if counted is None else real & counted
 
-    def _scaled_loss(self, scale: float) -> Any:
-        summed_loss = self.module.summed_loss if self._sum_seen else self._seen_loss
+    def _make_scaled_loss_fn(self, scale: float) -> Any:
+        summed_loss = self.module.summed_loss if self._sum_seen else self._compute_loss_and_check_sum
         return summed_loss if scale == 1.0 else lambda output, target: summed_loss(output, target) * scale
 
-    def _seen_loss(self, output: Any, target: Any) -> Tensor:
+    def _compute_loss_and_check_sum(self, output: Any, target: Any) -> Tensor:
         """Compute the module's loss, and check on the first call that it is a sum."""
         loss = self.module.summed_loss(output, target)
         if not self._sum_seen:
@@ -113,7 +115,7 @@ class BatchRunner:
             check_loss_is_sum(self.module.summed_loss, loss, output, target)
         return loss
 
-    def predict(self, batch: Any, prepared: PreparedBatch | None) -> Any:
+    def predict(self, batch: Any, prepared: BatchInPreparation | None) -> Any:
         """Return the module's predictions for the batch, on every rank of the pipeline."""
         step = self._prepare(batch, prepared)
         unpadded = zip(step.cut.items, step.lengths, strict=True)  # results come in the order of micro-batches
@@ -130,13 +132,15 @@ class BatchRunner:
         results = self.runner.evaluate(step.micro_batches, prediction)
         self._agree_on_failure(torch.zeros(0, dtype=torch.float64))
 
-        def joined() -> Any:
+        def join_predictions() -> Any:
             parts = results
             if self._context is not None:
                 # A failure on any rank has raised on all ranks, so all ranks that share the sequences join them here.
                 parts = [
                     tree_map(
-                        lambda part, length=length: None if part is None else self._join(part, step.length)[:, :length],
+                        lambda part, length=length: (
+                            None if part is None else self._gather_context_chunks(part, step.length)[:, :length]
+                        ),
                         result,
                     )
                     for result, length in zip(results, step.lengths, strict=True)
@@ -146,7 +150,7 @@ class BatchRunner:
 
         pipeline = self.meshes.root["pipeline"].get_group()
         failed = "a micro-batch's prediction failed"
-        return run_on_rank(joined, failed, pipeline, self.last_stage_rank, InputError)
+        return run_on_rank(join_predictions, failed, pipeline, self.last_stage_rank, InputError)
 
     def run_uncounted(self, batch: Any, *, with_losses: bool) -> None:
         """Run another pipeline's batch without counting its tokens and losses."""
@@ -154,7 +158,7 @@ class BatchRunner:
         self.runner.evaluate(step.micro_batches, lambda output, target: output)
         self._agree_on_failure(torch.zeros(_SUMS if with_losses else 0, dtype=torch.float64))
 
-    def _join(self, result: Any, length: int) -> Tensor:
+    def _gather_context_chunks(self, result: Any, length: int) -> Tensor:
         """Join the chunks of all context ranks, which must have tokens in dimension 1."""
         assert self._context is not None
         shape = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
@@ -167,11 +171,11 @@ class BatchRunner:
 
     def divide_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
         """Divide gradients by the number of tokens in all batches since the last call."""
-        scale = 1.0 if self.scaling is None else self.scaling.end()
+        scale = 1.0 if self.scaling is None else self.scaling.pop_gradient_factor()
         scale_gradients(parameters, scale / max(self._tokens, 1))
         self._tokens = 0
 
-    def _prepare(self, batch: Any, prepared: PreparedBatch | None) -> StepInputs:
+    def _prepare(self, batch: Any, prepared: BatchInPreparation | None) -> StepInputs:
         if prepared is not None and not prepared.matches(batch):
             prepared.work.wait()
             prepared = None

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from lightning_pipe._compat.torch import overflow_flags
+from lightning_pipe._compat.torch import get_found_inf_per_device
 
 
 class LossScaling:
@@ -25,7 +25,7 @@ class LossScaling:
         self._device = device
         self._divisor = 0.0
 
-    def install(self) -> None:
+    def patch_scaler(self) -> None:
         """Replace the scaler's ``unscale_`` by a method that checks all ranks for overflow."""
         self._scaler.unscale_ = self._unscale  # type: ignore[method-assign]
 
@@ -36,7 +36,7 @@ class LossScaling:
             self._scaler.scale(torch.zeros((), device=self._device))  # initializes the scale on the first call
         return float(self._scaler.get_scale()) / self._divisor
 
-    def end(self) -> float:
+    def pop_gradient_factor(self) -> float:
         """End the step and return the factor by which gradients must be multiplied before the scaler unscales them."""
         divisor, self._divisor = self._divisor, 0.0
         return divisor or 1.0
@@ -44,7 +44,7 @@ class LossScaling:
     def _unscale(self, optimizer: Optimizer) -> None:
         """Unscale gradients, and skip the step on every rank if the gradients of any rank have overflowed."""
         torch.amp.GradScaler.unscale_(self._scaler, optimizer)
-        flags: dict[Any, torch.Tensor] = overflow_flags(self._scaler, optimizer)
+        flags: dict[Any, torch.Tensor] = get_found_inf_per_device(self._scaler, optimizer)
         worst = max((float(flag) for flag in flags.values()), default=0.0)
         overflow = torch.tensor(worst)
         dist.all_reduce(overflow, dist.ReduceOp.MAX, group=self._group)

@@ -47,8 +47,8 @@ class OptimizerStateOffload:
         self._all: list[list[Tensor]] | None = None
         self._handles = [
             optimizer.register_step_pre_hook(self._step),
-            optimizer.register_step_post_hook(lambda *_: self._show_all()),
-            optimizer.register_state_dict_pre_hook(lambda *_: self._show_all()),
+            optimizer.register_step_post_hook(lambda *_: self._restore_param_groups()),
+            optimizer.register_state_dict_pre_hook(lambda *_: self._restore_param_groups()),
             optimizer.register_load_state_dict_post_hook(lambda *_: self.move_to_host()),
         ]
         self.move_to_host()
@@ -58,9 +58,9 @@ class OptimizerStateOffload:
         self._move(list(self._optimizer.state), self._to_host)
         self._finish_copies()
 
-    def close(self) -> None:
+    def stop_offloading(self) -> None:
         """Stop offloading: remove the hooks, and move the state to the parameters' devices."""
-        self._show_all()
+        self._restore_param_groups()
         for handle in self._handles:
             handle.remove()
         self._move(list(self._optimizer.state), self._to_device)
@@ -82,14 +82,14 @@ class OptimizerStateOffload:
         try:
             for bucket in list(self._buckets()):
                 with ExitStack() as stack:
-                    self._restrict_groups(bucket)
-                    stack.callback(self._show_all)
+                    self._restrict_param_groups(bucket)
+                    stack.callback(self._restore_param_groups)
                     self._move(bucket, self._to_device)
                     stack.callback(self._move, bucket, self._to_host)
                     step(optimizer)
         finally:
             self._finish_copies()
-        self._restrict_groups([])
+        self._restrict_param_groups([])
         return (optimizer, None if closure is None else lambda: loss), {}
 
     def _buckets(self) -> Iterator[list[Tensor]]:
@@ -108,7 +108,7 @@ class OptimizerStateOffload:
         if bucket:
             yield bucket
 
-    def _restrict_groups(self, parameters: Sequence[Tensor]) -> None:
+    def _restrict_param_groups(self, parameters: Sequence[Tensor]) -> None:
         """Restrict the optimizer's groups to these parameters."""
         groups = self._optimizer.param_groups
         self._all = [group["params"] for group in groups]
@@ -116,7 +116,7 @@ class OptimizerStateOffload:
         for group in groups:
             group["params"] = [parameter for parameter in group["params"] if id(parameter) in ids]
 
-    def _show_all(self) -> None:
+    def _restore_param_groups(self) -> None:
         if self._all is not None:
             for group, parameters in zip(self._optimizer.param_groups, self._all, strict=True):
                 group["params"] = parameters

@@ -8,12 +8,12 @@ from functools import partial
 from typing import Any, cast
 
 from lightning_pipe.engine import SetupError
-from lightning_pipe.engine.common.options import check_choice, check_whole_number, option_group
+from lightning_pipe.engine.common.options import check_choice, check_whole_number, parse_option_group
 from lightning_pipe.llm.batches.options import Batching
 from lightning_pipe.llm.model.activation_checkpoint import ActivationCheckpoint
 from lightning_pipe.llm.parallel.apply_parallel import StageParallelism
 from lightning_pipe.llm.parallel.parallel_dims import ParallelDims
-from lightning_pipe.llm.run.stage_parts import StagePlan, StageSettings
+from lightning_pipe.llm.run.stage_parts import LLMPipelineSettings, StagePlan
 from lightning_pipe.llm.schedules.checks import Sharding, check_schedule_sharding
 from lightning_pipe.llm.schedules.specs import ScheduleSpec, count_stages_per_rank, find_schedule
 from lightning_pipe.llm.split.options import SplitOptions
@@ -46,7 +46,7 @@ class LLMOptions:
         for name, kind in _GROUPS.items():
             value = getattr(self, name)
             if value is not None or name != "activation_checkpoint":
-                set_field(name, option_group(kind, name, value))
+                set_field(name, parse_option_group(kind, name, value))
         check_whole_number("num_microbatches", self.num_microbatches, 1, optional=True)
         check_whole_number("stages_per_rank", self.stages_per_rank, 1, optional=True)
         check_choice("offload_optimizer", self.offload_optimizer, (True, False))
@@ -70,12 +70,12 @@ class LLMOptions:
             return {} if self.compile_layers else None
         return self.compile_layers
 
-    def settings(self, plan: StagePlan, sizes: ParallelDims) -> StageSettings:
+    def build_llm_pipeline_settings(self, plan: StagePlan, sizes: ParallelDims) -> LLMPipelineSettings:
         """Settings shared by all modules of a trainer."""
         parallelism = StageParallelism(None, self.activation_checkpoint, self.compile_options)
-        return StageSettings(plan, sizes, parallelism, self.batching, self.offload_optimizer)
+        return LLMPipelineSettings(plan, sizes, parallelism, self.batching, self.offload_optimizer)
 
-    def plan(self, sizes: ParallelDims) -> StagePlan:
+    def build_stage_plan(self, sizes: ParallelDims) -> StagePlan:
         """Default plan for cutting and scheduling models, which does not depend on the model."""
         per_rank = count_stages_per_rank(self.schedule, sizes.pp, self.stages_per_rank)
         return StagePlan(self.schedule, sizes.pp, per_rank, self.num_microbatches or 2 * sizes.pp, self.split)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lightning_pipe._compat.torch import tree_leaves
 from lightning_pipe.engine.common.errors import InputError
-from lightning_pipe.llm.batches.host_values import RecordedCopies, values_on_host
+from lightning_pipe.llm.batches.host_values import HostSourceTracker, values_on_host
 from lightning_pipe.llm.batches.microbatches import MicroBatches, split_batch, take_rows
 from lightning_pipe.llm.batches.options import Batching
 from lightning_pipe.llm.batches.padding import PadValues, pad_microbatch
@@ -29,12 +29,12 @@ from lightning_pipe.llm.model.routing_replay import (
     ROUTED_EXPERTS,
     MoEBlockInfo,
     RoutingReplay,
-    check_routing,
-    pop_routed_experts,
+    check_routed_experts,
+    pop_routed_experts_from_batch,
 )
 from lightning_pipe.llm.parallel.context_parallel_group import ContextParallelGroup
 from lightning_pipe.llm.parallel.hf_document_masking import HFDocumentMasking
-from lightning_pipe.llm.parallel.sequence_chunks import check_shardable
+from lightning_pipe.llm.parallel.sequence_chunks import check_micro_batch_shardable
 from lightning_pipe.llm.run.schedule_runner import StageInputs
 from lightning_pipe.llm.run.stage_hooks import StageHooks
 
@@ -42,7 +42,7 @@ MicroBatch = Mapping[str, Any]
 
 
 @dataclass
-class PreparedBatch:
+class BatchInPreparation:
     """A batch whose numbers are being gathered."""
 
     batch: Any
@@ -92,41 +92,41 @@ class BatchPreparation:
     documents: HFDocumentMasking | None = None
 
     @cached_property
-    def keys(self) -> PadValues:
+    def padding_spec(self) -> PadValues:
         """Keys of the values that are padded."""
         return self.batching.padding_spec(self.hooks.ignore_index)
 
-    def begin(self, batch: Any, copies: RecordedCopies | None = None, *, counts: bool = True) -> PreparedBatch:
+    def begin(self, batch: Any, copies: HostSourceTracker | None = None, *, counts: bool = True) -> BatchInPreparation:
         """Cut a batch and start gathering its numbers."""
         cut, on_host, error = None, None, None
         numbers = [0, 0, 0, 0, 0, 0]
         try:
-            count = _number(batch) if self.num_microbatches is None else self.num_microbatches
-            cut = on_host = split_batch(batch, count, self.keys, strict=self.batching.strict_batches)
-            values = values_on_host(batch, copies or RecordedCopies())
+            count = _count_micro_batches(batch) if self.num_microbatches is None else self.num_microbatches
+            cut = on_host = split_batch(batch, count, self.padding_spec, strict=self.batching.strict_batches)
+            values = values_on_host(batch, copies or HostSourceTracker())
             if values is not batch:
-                on_host = split_batch(values, count, self.keys)
+                on_host = split_batch(values, count, self.padding_spec)
             tokens = sum(map(self._count, on_host.items))
             self._check_ids(on_host)
             self._check_added_rows(on_host)
-            _check_replays(cut.items if isinstance(batch, Mapping) else batch)
-            sizes = [self.keys.rows_and_length(item) for item in on_host.items]
+            _check_replays_not_shared(cut.items if isinstance(batch, Mapping) else batch)
+            sizes = [self.padding_spec.rows_and_length(item) for item in on_host.items]
             for item, (_, length) in zip(on_host.items, sizes, strict=True):
-                check_routing(item, self.mixtures, self.keys.rows_and_length(item))
+                check_routed_experts(item, self.mixtures, self.padding_spec.rows_and_length(item))
                 # The result is discarded: this only refuses values that cannot be padded or cut.
-                padded = pad_microbatch(item, length, self.keys)
+                padded = pad_microbatch(item, length, self.padding_spec)
                 if self.context is not None:
-                    check_shardable(padded, self.keys)
+                    check_micro_batch_shardable(padded, self.padding_spec)
                 elif self.documents is not None:
                     self.documents.check(padded)
-            digest = _digest(on_host.items) if self.batching.compare_batches else 0
+            digest = _hash_micro_batches(on_host.items) if self.batching.compare_batches else 0
             longest = max(length for _, length in sizes)
             numbers = [1, max(rows for rows, _ in sizes), longest, tokens if counts else 0, digest, len(cut.items)]
         except Exception as caught:  # any exception: the other ranks wait for this rank's numbers
             error = caught
         gathered = torch.zeros(self.group.size(), len(numbers), dtype=torch.int64)
         work: Any = dist.all_gather_single(gathered, torch.tensor([numbers]), group=self.group, async_op=True)
-        return PreparedBatch(batch, cut, on_host, error, gathered, work, _contents(batch))
+        return BatchInPreparation(batch, cut, on_host, error, gathered, work, _contents(batch))
 
     def _count(self, micro_batch: MicroBatch) -> int:
         tokens = self.hooks.loss_tokens(micro_batch)
@@ -143,7 +143,7 @@ class BatchPreparation:
             if self.vocabulary is None or not isinstance(ids, Tensor) or ids.is_floating_point():
                 continue
             for place in ((ids < 0) | (ids >= self.vocabulary)).nonzero().tolist():
-                row, *position = place[self.keys.rows_dim("input_ids") :]
+                row, *position = place[self.padding_spec.get_row_dim("input_ids") :]
                 raise InputError(
                     f"input_ids of micro-batch {number} has the id {int(ids[tuple(place)])} in row {row}, position"
                     f" {(position or [0])[0]}; expected ids from 0 to {self.vocabulary - 1}, the model's vocabulary."
@@ -156,18 +156,19 @@ class BatchPreparation:
         for item in reversed(cut.items):
             if not remaining:
                 return
-            rows = self.keys.rows_and_length(item)[0]
+            rows = self.padding_spec.rows_and_length(item)[0]
             added = min(rows, remaining)
-            part = take_rows(item, rows - added, added, rows, self.keys)
+            part = take_rows(item, rows - added, added, rows, self.padding_spec)
             if (added < rows and self._count(part)) or (added == rows and self._count(item)):
                 raise InputError(
                     f"the batch's {cut.rows} rows do not fill {len(cut.items)} micro-batches, and loss_tokens counts"
-                    f" tokens in the copied rows that fill them: only 'labels' are set to {self.keys.labels} there."
+                    " tokens in the copied rows that fill them: only 'labels' are set to"
+                    f" {self.padding_spec.labels} there."
                     " Rename the labels to 'labels', or make all batches fill their micro-batches (drop_last=True)"
                 )
             remaining -= added
 
-    def finish(self, prepared: PreparedBatch) -> StepInputs:
+    def finish(self, prepared: BatchInPreparation) -> StepInputs:
         """Wait for the numbers of all ranks, and pad."""
         prepared.work.wait()
         table: list[list[int]] = prepared.gathered.tolist()
@@ -201,34 +202,36 @@ class BatchPreparation:
         length = next(
             target for target, ranks in zip(targets, self.pipelines, strict=True) if self.group.rank() in ranks
         )
-        padded = [pad_microbatch(item, length, self.keys) for item in prepared.cut.items]
+        padded = [pad_microbatch(item, length, self.padding_spec) for item in prepared.cut.items]
         inputs = [self._inputs(item) for item in padded]
-        lengths = tuple(self.keys.rows_and_length(item)[1] for item in prepared.cut.items)
+        lengths = tuple(self.padding_spec.rows_and_length(item)[1] for item in prepared.cut.items)
         tokens = sum(table[ranks[0]][3] for ranks in self.pipelines)
         return StepInputs(inputs, tokens, prepared.cut, prepared.on_host, length, lengths)
 
     def count_local_loss_tokens(self, step: StepInputs) -> list[int]:
         """Number of loss tokens in this rank's part of each padded micro-batch."""
-        padded: list[Any] = [pad_microbatch(item, step.length, self.keys) for item in step.on_host.items]
+        padded: list[Any] = [pad_microbatch(item, step.length, self.padding_spec) for item in step.on_host.items]
         if self.context is not None:
-            padded = [self.context.shard(item, self.keys)[0] for item in padded]
-        return [self.hooks.loss_tokens(pop_routed_experts(item)[0]) for item in padded]
+            padded = [self.context.shard(item, self.padding_spec)[0] for item in padded]
+        return [self.hooks.loss_tokens(pop_routed_experts_from_batch(item)[0]) for item in padded]
 
     def _inputs(self, micro_batch: MicroBatch) -> StageInputs:
         if self.context is None:
-            micro_batch, replay = pop_routed_experts(micro_batch)
+            micro_batch, replay = pop_routed_experts_from_batch(micro_batch)
             arguments, keywords = self.hooks.model_inputs(micro_batch)
             if self.documents is not None:
                 keywords = self.documents.add_document_inputs(micro_batch, keywords)
             return StageInputs(arguments, keywords, micro_batch, replay)
-        chunk, attention_context = self.context.shard(micro_batch, self.keys)
-        part, replay = pop_routed_experts(chunk)
+        chunk, attention_context = self.context.shard(micro_batch, self.padding_spec)
+        part, replay = pop_routed_experts_from_batch(chunk)
         return StageInputs(
-            *self.context.inputs(part, self.hooks.model_inputs), target=part, contexts=(attention_context, *replay)
+            *self.context.build_model_inputs(part, self.hooks.model_inputs),
+            target=part,
+            contexts=(attention_context, *replay),
         )
 
 
-def _check_replays(micro_batches: Sequence[MicroBatch]) -> None:
+def _check_replays_not_shared(micro_batches: Sequence[MicroBatch]) -> None:
     """Check that micro-batches do not share an object that holds the choices of one."""
     replay_ids = [
         id(item[ROUTED_EXPERTS]) for item in micro_batches if isinstance(item.get(ROUTED_EXPERTS), RoutingReplay)
@@ -246,7 +249,7 @@ def _contents(batch: Any) -> list[tuple[Any, int]]:
     return [(leaf, leaf._version if isinstance(leaf, Tensor) and not leaf.is_inference() else 0) for leaf in leaves]
 
 
-def _digest(micro_batches: Sequence[MicroBatch]) -> int:
+def _hash_micro_batches(micro_batches: Sequence[MicroBatch]) -> int:
     """Hash of all tensors' contents, 63 bits."""
     state = hashlib.sha256()
     for item in micro_batches:
@@ -258,7 +261,7 @@ def _digest(micro_batches: Sequence[MicroBatch]) -> int:
     return int.from_bytes(state.digest()[:8], "big") >> 1
 
 
-def _number(micro_batches: Any) -> int:
+def _count_micro_batches(micro_batches: Any) -> int:
     if isinstance(micro_batches, Mapping) or not micro_batches:
         description = "a mapping" if isinstance(micro_batches, Mapping) else "no micro-batch"
         raise InputError(

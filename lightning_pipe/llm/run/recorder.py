@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_pipe.engine.observe.timeline import Bar, in_iterations
+from lightning_pipe.engine.observe.timeline import Bar, assign_iterations_to_bars
 from lightning_pipe.llm.run.schedule_runner import ScheduleRunner
 
 
@@ -24,7 +24,7 @@ class StageRecorder:
         self._was_recording, self._num_collected = runner.record_events, len(runner.events)
         runner.record_events = True
 
-    def record_batch_end(self) -> None:
+    def collect_batch_records(self) -> None:
         """Collect the runner's new events."""
         events = self._runner.events
         self._events.extend(events[self._num_collected :])
@@ -35,9 +35,9 @@ class StageRecorder:
 
     def stop(self, tasks: Sequence[Bar], rank: int) -> list[Bar]:
         """Stop recording, and return a bar for each forward, backward and wait of a micro-batch."""
-        self.record_batch_end()
+        self.collect_batch_records()
         self._runner.record_events = self._was_recording
         ranks = self._mesh.mesh.reshape(self._mesh.size(0), -1)
         pipeline = int((ranks == dist.get_rank()).nonzero()[0, 1])
         bars = [event._replace(rank=rank, pipeline=pipeline) for event in self._events]
-        return in_iterations(bars, tasks)
+        return assign_iterations_to_bars(bars, tasks)

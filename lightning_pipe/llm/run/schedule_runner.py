@@ -82,10 +82,10 @@ class ScheduleRunner:
         return self._run(micro_batches, result_of, train=False)
 
     def _run(self, micro_batches: Sequence[StageInputs], result_of: ResultOf, *, train: bool) -> list[Any]:
-        cached = self._find(micro_batches, train=train)
+        cached = self._find_or_build_schedule(micro_batches, train=train)
         results: list[Any] = []
         self.failure = None
-        guarded = self._guarded(result_of, _check_loss if train else _check_result)
+        guarded = self._catch_result_failures(result_of, _check_loss if train else _check_result_has_only_tensors)
         run_schedule(
             cached.schedule,
             [micro_batch.args for micro_batch in micro_batches],
@@ -102,20 +102,20 @@ class ScheduleRunner:
         )
         return results
 
-    def _guarded(self, result_of: ResultOf, check: Callable[[Any], Tensor]) -> ResultOf:
-        def result(output: Tensor, target: Any) -> Tensor:
+    def _catch_result_failures(self, result_of: ResultOf, check: Callable[[Any], Tensor]) -> ResultOf:
+        def compute_result_or_zero_on_failure(output: Tensor, target: Any) -> Tensor:
             try:
                 return check(result_of(output, target))
             except Exception as error:  # any exception: the other ranks are in the middle of the schedule
                 self._note_failure(error)
                 return _zero_of(output)
 
-        return result
+        return compute_result_or_zero_on_failure
 
     def _note_failure(self, error: Exception) -> None:
         self.failure = self.failure or error
 
-    def _find(self, micro_batches: Sequence[StageInputs], *, train: bool) -> _CachedSchedule:
+    def _find_or_build_schedule(self, micro_batches: Sequence[StageInputs], *, train: bool) -> _CachedSchedule:
         """Cached or new schedule for this number and shape; ranks must agree, or neighbors would deadlock."""
         first = micro_batches[0]
         signatures = [_shapes(micro_batch.args) for micro_batch in micro_batches]
@@ -137,7 +137,9 @@ class ScheduleRunner:
         return cached
 
     def _make(self, shapes: Sequence[StageShape], count: int, train: bool) -> _CachedSchedule:
-        stages = [self._stage(index, module, shapes[index], train) for index, module in sorted(self.stages.items())]
+        stages = [
+            self._build_stage(index, module, shapes[index], train) for index, module in sorted(self.stages.items())
+        ]
         if train:
             numbers = count, self.group.size(), len(stages)
             spec = choose_supported_schedule(self.spec, *numbers)
@@ -145,15 +147,15 @@ class ScheduleRunner:
                 self._replaced = True
                 if dist.get_rank() == 0:
                     warnings.warn(describe_fallback(self.spec, count, self.group.size()), stacklevel=2)
-            schedule = build_schedule(spec, stages, count, _output, overlap=self.overlap)
+            schedule = build_schedule(spec, stages, count, _use_output_as_loss, overlap=self.overlap)
         else:
-            schedule = build_evaluation(self.spec, stages, count, _output)
+            schedule = build_evaluation(self.spec, stages, count, _use_output_as_loss)
         # Each rank counts the largest pair of buffers of all stages, so that all ranks release the same schedules.
         exchanged = [(*shape.inputs, *(shape.outputs if train else ())) for shape in shapes]
         largest = max(sum(tensor.nbytes for tensor in tensors) for tensors in exchanged)
         return _CachedSchedule(schedule, count * largest * len(stages))
 
-    def _stage(self, index: int, module: nn.Module, shape: StageShape, train: bool) -> TimedStage:
+    def _build_stage(self, index: int, module: nn.Module, shape: StageShape, train: bool) -> TimedStage:
         inputs, outputs = shape.inputs, shape.outputs
         if not train:
             inputs, outputs = tuple(map(Tensor.detach, inputs)), tuple(map(Tensor.detach, outputs))
@@ -171,7 +173,7 @@ class ScheduleRunner:
         )
 
 
-def _output(output: Any, target: Any) -> Any:
+def _use_output_as_loss(output: Any, target: Any) -> Any:
     """Return the output: the last stage has already computed the loss or result from it."""
     return output
 
@@ -190,7 +192,7 @@ def _zero_of(output: Any) -> Tensor:
     return torch.stack([leaf.sum() * 0 for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]).sum()
 
 
-def _check_result(result: Any) -> Any:
+def _check_result_has_only_tensors(result: Any) -> Any:
     leaves = [leaf for leaf in tree_leaves(result) if leaf is not None]
     if not leaves or not all(isinstance(leaf, Tensor) for leaf in leaves):
         kinds = sorted({type(leaf).__name__ for leaf in leaves if not isinstance(leaf, Tensor)})

@@ -12,7 +12,7 @@ from lightning_pipe.engine import SetupError
 from lightning_pipe.engine.ranks.object_collectives import all_gather_objects
 from lightning_pipe.llm.model.tied import TiedGradients, TiedParameter
 from lightning_pipe.llm.parallel.gradients import GradientNorm, clip_grads_with_norm
-from lightning_pipe.llm.parallel.parallel_dims import StageMeshes
+from lightning_pipe.llm.parallel.parallel_dims import ParallelMeshes
 from lightning_pipe.llm.parallel.tensor_parallel import TensorParallelGradients
 from lightning_pipe.llm.split.stage_split import SplitModel
 
@@ -20,7 +20,7 @@ from lightning_pipe.llm.split.stage_split import SplitModel
 class StageGradients:
     """Gradient work between the last backward of a step and its optimizers; all ranks make the same calls."""
 
-    def __init__(self, split: SplitModel, meshes: StageMeshes, rank_of_stage: Mapping[int, int]) -> None:
+    def __init__(self, split: SplitModel, meshes: ParallelMeshes, rank_of_stage: Mapping[int, int]) -> None:
         self._split = split
         self._pipeline = meshes.root["pipeline"]
         self._rank_of_stage = rank_of_stage
@@ -38,7 +38,7 @@ class StageGradients:
         self._tensors = None if meshes.tensor is None else TensorParallelGradients(split.local_model, meshes.tensor)
         self._norm: GradientNorm | None = None
 
-    def check_tied_groups(self, optimizers: Sequence[Optimizer]) -> None:
+    def check_tied_param_groups(self, optimizers: Sequence[Optimizer]) -> None:
         """Check that all copies of a parameter are trained alike. Every rank calls it once it has its optimizers."""
         parameters = dict(self._split.local_model.named_parameters())
         descriptions = {}

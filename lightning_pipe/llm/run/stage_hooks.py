@@ -10,10 +10,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_pipe.engine import InputError
-from lightning_pipe.llm.batches.microbatches import count_tokens
+from lightning_pipe.llm.batches.microbatches import count_loss_tokens
 from lightning_pipe.llm.losses.cross_entropy import summed_cross_entropy
 from lightning_pipe.llm.model.hf_weights import PretrainedWeights
-from lightning_pipe.llm.model.module_config import ModuleConfig
+from lightning_pipe.llm.model.module_config import PPModuleConfig
 
 
 @dataclass(frozen=True)
@@ -70,9 +70,9 @@ class StageHooks:
 
     @abstractmethod
     def build_model(self) -> nn.Module | Sequence[Any]:
-        """Build the unsplit model with initialized parameters, or a list of stages (see ``BuiltStages``)."""
+        """Build the unsplit model with initialized parameters, or a list of stages (see ``HandBuiltStages``)."""
 
-    def pipeline_config(self) -> ModuleConfig | None:
+    def pipeline_module_config(self) -> PPModuleConfig | None:
         """Return the names of the model's layers, or None to derive them from its structure.
 
         Names can be derived for Hugging Face's causal LMs, for ``nn.Sequential``, and for models with
@@ -80,7 +80,7 @@ class StageHooks:
         defines that method.
         """
         get_config = getattr(self, "get_pp_module_config", None)
-        return None if get_config is None else ModuleConfig.from_mapping(get_config())
+        return None if get_config is None else PPModuleConfig.from_mapping(get_config())
 
     def model_inputs(self, micro_batch: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the model's positional arguments, for the first stage, and keyword arguments, for every stage.
@@ -123,9 +123,9 @@ class StageHooks:
                 wait for the device.
         """
         labels = micro_batch.get("labels")
-        return 0 if labels is None else count_tokens(labels, self.ignore_index)
+        return 0 if labels is None else count_loss_tokens(labels, self.ignore_index)
 
-    def router_tokens(self, micro_batch: Mapping[str, Any]) -> Tensor | None:
+    def router_token_mask(self, micro_batch: Mapping[str, Any]) -> Tensor | None:
         """Return a bool mask (rows, tokens) of a micro-batch's tokens over which routers are balanced; None for all.
 
         The default selects the tokens whose label is not ``ignore_index``.

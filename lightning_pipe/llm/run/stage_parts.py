@@ -29,24 +29,24 @@ from lightning_pipe.engine.ranks.object_collectives import (
 )
 from lightning_pipe.engine.ranks.process_groups import new_group
 from lightning_pipe.llm.batches.options import Batching
-from lightning_pipe.llm.model.hf_weights import PretrainedWeights, weights_loaded_later
-from lightning_pipe.llm.model.stage_module import PassThrough, is_causal_lm
+from lightning_pipe.llm.model.hf_weights import PretrainedWeights, deferred_weight_loading
+from lightning_pipe.llm.model.stage_module import PassThroughModule, is_causal_lm
 from lightning_pipe.llm.parallel.apply_parallel import StageParallelism
 from lightning_pipe.llm.parallel.attention_kernels import check_attention_device
 from lightning_pipe.llm.parallel.context_parallel_group import ContextParallelGroup
 from lightning_pipe.llm.parallel.gradients import local_tensor
 from lightning_pipe.llm.parallel.hf_document_masking import HFDocumentMasking
-from lightning_pipe.llm.parallel.parallel_dims import ParallelDims, StageMeshes
+from lightning_pipe.llm.parallel.parallel_dims import ParallelDims, ParallelMeshes
 from lightning_pipe.llm.run.batch_runner import BatchRunner
 from lightning_pipe.llm.run.loss_scaling import LossScaling
 from lightning_pipe.llm.run.preparation import BatchPreparation
 from lightning_pipe.llm.run.schedule_runner import ScheduleRunner
 from lightning_pipe.llm.run.stage_gradients import StageGradients
 from lightning_pipe.llm.run.stage_hooks import StageHooks
-from lightning_pipe.llm.schedules.execution import check_shared_parameters
+from lightning_pipe.llm.schedules.execution import check_shared_for_split_backward
 from lightning_pipe.llm.schedules.specs import ScheduleSpec, map_stages_to_ranks, stages_of_rank
 from lightning_pipe.llm.split.options import SplitOptions
-from lightning_pipe.llm.split.stage_split import ProfilingMicrobatch, SplitModel, split_model
+from lightning_pipe.llm.split.stage_split import ExampleMicrobatch, SplitModel, split_model
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class StagePlan:
 
 
 @dataclass(frozen=True)
-class StageSettings:
+class LLMPipelineSettings:
     """Settings of a strategy for all of its modules."""
 
     plan: StagePlan
@@ -77,7 +77,7 @@ class StageSettings:
 
 
 @dataclass(frozen=True)
-class StageParts:
+class LLMPipelineComponents:
     """Runtime parts of a module in stages. The module's model is ``split.local_model``."""
 
     plan: StagePlan
@@ -88,9 +88,9 @@ class StageParts:
     gradients: StageGradients
     scaling: LossScaling | None
 
-    def describe(self) -> None:
+    def print_stages(self) -> None:
         """Print a table of the stages of all ranks, on the first rank. Every rank must call this."""
-        table = ReportTable.with_number_columns("rank", "stage", "parameters", "bytes on the rank", edge=False)
+        table = ReportTable.create_with_number_columns("rank", "stage", "parameters", "bytes on the rank", edge=False)
         table.add_column("modules")
         local_rows = []
         for index, stage in sorted(self.split.stages.items()):
@@ -99,7 +99,9 @@ class StageParts:
                 sum(parameter.numel() for parameter in parameters),
                 sum(local_tensor(parameter).nbytes for parameter in parameters),
             )
-            local_rows.append((str(index), *(f"{number:,}" for number in numbers), ", ".join(_ranges(stage.module))))
+            local_rows.append(
+                (str(index), *(f"{number:,}" for number in numbers), ", ".join(_format_module_ranges(stage.module)))
+            )
         for rank, rows in enumerate(gather_objects_on_first_rank(local_rows, dist.group.WORLD)):
             for row in rows:
                 table.add_row(str(rank), *row)
@@ -108,11 +110,11 @@ class StageParts:
 
 
 @dataclass(frozen=True)
-class StagePartsBuilder:
+class LLMPipelineComponentsBuilder:
     """Builds the parts of modules. Every rank must build the same parts in the same order."""
 
-    settings: StageSettings
-    meshes: StageMeshes
+    settings: LLMPipelineSettings
+    meshes: ParallelMeshes
     device: torch.device
     scaler: torch.amp.GradScaler | None
     numbers_group: dist.ProcessGroup
@@ -120,10 +122,10 @@ class StagePartsBuilder:
 
     @classmethod
     def from_settings(
-        cls, settings: StageSettings, device: torch.device, scaler: torch.amp.GradScaler | None
-    ) -> StagePartsBuilder:
+        cls, settings: LLMPipelineSettings, device: torch.device, scaler: torch.amp.GradScaler | None
+    ) -> LLMPipelineComponentsBuilder:
         """Make the device meshes and process groups. Every rank must call this."""
-        meshes = StageMeshes(settings.sizes, device.type)
+        meshes = ParallelMeshes(settings.sizes, device.type)
         # CPU groups, since they exchange a few numbers while the schedule runs; two, since collectives of both can be
         # in flight at the same time.
         numbers_group, loss_group = new_group(backend="gloo"), new_group(backend="gloo")
@@ -138,7 +140,7 @@ class StagePartsBuilder:
         dist.broadcast(state, src=0, group=self.numbers_group)
         torch.set_rng_state(state)
         error: Exception | None = None
-        with torch.device("cpu"), weights_loaded_later():
+        with torch.device("cpu"), deferred_weight_loading():
             try:
                 yield
             except Exception as raised:  # any exception, since the other ranks wait
@@ -152,7 +154,7 @@ class StagePartsBuilder:
 
     def build(
         self, module: StageHooks, plan: StagePlan, weights: PretrainedWeights | None, *, placeholders: bool = False
-    ) -> StageParts:
+    ) -> LLMPipelineComponents:
         """Split the module's model, and replace it by the part that this rank keeps, with its part of the weights.
 
         The unsplit model cannot be used afterwards, except with *placeholders*.
@@ -167,7 +169,7 @@ class StagePartsBuilder:
         rank_of_stage = map_stages_to_ranks(plan.spec.placement, plan.pipeline_size, plan.num_stages)
         split = split_model(
             model,
-            config=module.pipeline_config(),
+            config=module.pipeline_module_config(),
             num_stages=plan.num_stages,
             local_stages=stages_of_rank(plan.spec, pipeline.get_local_rank(), plan.pipeline_size, plan.stages_per_rank),
             options=plan.split,
@@ -178,7 +180,9 @@ class StagePartsBuilder:
             placeholders=placeholders,
         )
         run_on_all_ranks(
-            lambda: check_shared_parameters(plan.spec, {index: stage.module for index, stage in split.stages.items()}),
+            lambda: check_shared_for_split_backward(
+                plan.spec, {index: stage.module for index, stage in split.stages.items()}
+            ),
             "the model cannot be trained in stages",
             dist.group.WORLD,
         )
@@ -227,9 +231,11 @@ class StagePartsBuilder:
             split.has_routers,
             batching.detect_nan,
         )
-        return StageParts(plan, split, runner, preparation, runs, StageGradients(split, meshes, rank_of_stage), scaling)
+        return LLMPipelineComponents(
+            plan, split, runner, preparation, runs, StageGradients(split, meshes, rank_of_stage), scaling
+        )
 
-    def check(self, module: StageHooks) -> None:
+    def check_module(self, module: StageHooks) -> None:
         """Check that the module can be trained, before its parts are built."""
         if module.model is None:
             raise SetupError("The module's model is None after configure_model. Return the model from build_model.")
@@ -240,14 +246,16 @@ class StagePartsBuilder:
             for name, parameter in module.model.named_parameters()
         ]
         check_agreement(parameters, "model's parameters", world, error_class=SetupError)
-        check_agreement(_config_of(module.model), "model's config", world, error_class=SetupError)
+        check_agreement(_list_config_fields(module.model), "model's config", world, error_class=SetupError)
         weights = module.pretrained_weights()
         if all_reduce_any([weights is not None], world)[0]:
-            samples = run_on_all_ranks(lambda: [] if weights is None else _samples_of(weights), "the weights", world)
+            samples = run_on_all_ranks(
+                lambda: [] if weights is None else _digest_weight_samples(weights), "the weights", world
+            )
             check_agreement(samples, "content of the folder of weights", world, error_class=SetupError)
 
 
-def _samples_of(weights: PretrainedWeights) -> list[tuple[str, str]]:
+def _digest_weight_samples(weights: PretrainedWeights) -> list[tuple[str, str]]:
     """Names of some tensors of a folder, with digests of their first values."""
     names = sorted(weights.tensors)[:: max(1, len(weights.tensors) // 16)]
     parts = (tensors[name].flatten()[:1024] for tensors in weights.read([[name] for name in names]) for name in tensors)
@@ -255,7 +263,7 @@ def _samples_of(weights: PretrainedWeights) -> list[tuple[str, str]]:
     return list(zip(names, digests, strict=True))
 
 
-def _config_of(model: nn.Module) -> list[tuple[str, str]]:
+def _list_config_fields(model: nn.Module) -> list[tuple[str, str]]:
     """The fields of a model's config, if it has one, without those that say where it was read."""
     to_dict = getattr(getattr(model, "config", None), "to_dict", None)
     fields = to_dict() if callable(to_dict) else {}
@@ -266,7 +274,7 @@ def _config_of(model: nn.Module) -> list[tuple[str, str]]:
 
 def make_example_factory(
     module: StageHooks, num_microbatches: int, micro_batch: Mapping[str, Any] | None = None
-) -> Callable[[], ProfilingMicrobatch] | None:
+) -> Callable[[], ExampleMicrobatch] | None:
     """Return a function that converts a micro-batch to an example of the model's inputs."""
     example_batch = module.example_micro_batch() if micro_batch is None else micro_batch
     if example_batch is None:
@@ -280,14 +288,14 @@ def make_example_factory(
         finally:
             module.model = full_model
 
-    def example() -> ProfilingMicrobatch:
+    def example() -> ExampleMicrobatch:
         arguments, keywords = module.model_inputs(example_batch)
-        return ProfilingMicrobatch(arguments, keywords, loss_of, num_microbatches)
+        return ExampleMicrobatch(arguments, keywords, loss_of, num_microbatches)
 
     return example
 
 
-def _ranges(model: nn.Module) -> Iterator[str]:
+def _format_module_ranges(model: nn.Module) -> Iterator[str]:
     """Names and classes of held modules; consecutive layers of one class are joined."""
     modules = [(*name.rpartition("."), type(module).__name__) for name, module in _unshared_modules(model)]
     for (prefix, dot, kind, _), names in groupby(
@@ -300,7 +308,7 @@ def _ranges(model: nn.Module) -> Iterator[str]:
 def _unshared_modules(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
     """The largest modules that no other stage shares."""
     for name, module in model.named_children():
-        if any(isinstance(part, PassThrough | nn.ModuleList) for part in module.modules()):
+        if any(isinstance(part, PassThroughModule | nn.ModuleList) for part in module.modules()):
             yield from _unshared_modules(module, f"{prefix}{name}.")
-        elif not isinstance(module, PassThrough):
+        elif not isinstance(module, PassThroughModule):
             yield f"{prefix}{name}", module

@@ -15,14 +15,14 @@ from torch.optim import Optimizer
 from lightning_pipe._compat.torch import tree_map_only
 from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.engine.ranks.agreement import check_agreement
-from lightning_pipe.llm.batches.host_values import RecordedCopies
-from lightning_pipe.llm.model.built_stages import BuiltStages
+from lightning_pipe.llm.batches.host_values import HostSourceTracker
+from lightning_pipe.llm.model.built_stages import HandBuiltStages
 from lightning_pipe.llm.model.compiled_layers import disable_donated_buffers
 from lightning_pipe.llm.run.optimizer_checks import check_optimizers_for_sharding
 from lightning_pipe.llm.run.options import LLMOptions, option_pairs
-from lightning_pipe.llm.run.preparation import PreparedBatch
+from lightning_pipe.llm.run.preparation import BatchInPreparation
 from lightning_pipe.llm.run.stage_hooks import BatchResult, StageHooks
-from lightning_pipe.llm.run.stage_parts import StagePartsBuilder
+from lightning_pipe.llm.run.stage_parts import LLMPipelineComponentsBuilder
 from lightning_pipe.llm.schedules.checks import fallback_schedule, splits_backward
 
 __all__ = ["StageHooks", "StageRunner"]
@@ -67,24 +67,26 @@ class StageRunner:
         checked = LLMOptions(schedule, None, **options, offload_optimizer=False)
         check_agreement(option_pairs("", checked), "runner's configuration", dist.group.WORLD, error_class=SetupError)
         sizes = checked.parallel.resolve(dist.get_world_size())
-        plan = checked.plan(sizes)
+        plan = checked.build_stage_plan(sizes)
         for spec in (plan.spec, fallback_schedule(plan.spec)):
             checked.check_schedule(spec, sizes)
         if splits_backward(plan.spec) is not False:
             # Of compiled layers, and of functions that a model compiles, as FlexAttention.
             weakref.finalize(self, disable_donated_buffers())
         self.device = _current_device() if device is None else torch.device(device)
-        maker = StagePartsBuilder.from_settings(checked.settings(plan, sizes), self.device, scaler)
+        maker = LLMPipelineComponentsBuilder.from_settings(
+            checked.build_llm_pipeline_settings(plan, sizes), self.device, scaler
+        )
         with maker.model_building():
-            hooks.model = BuiltStages.as_model(hooks.build_model())
-        maker.check(hooks)
+            hooks.model = HandBuiltStages.as_model(hooks.build_model())
+        maker.check_module(hooks)
         self._parts = maker.build(hooks, plan, hooks.pretrained_weights())
         self._preparation = replace(self._parts.preparation, num_microbatches=None)
         self._scaler = scaler
         self._optimizers: tuple[Optimizer, ...] = ()
         self._sizes = sizes
         if self._parts.scaling is not None:
-            self._parts.scaling.install()
+            self._parts.scaling.patch_scaler()
 
     @property
     def model(self) -> nn.Module:
@@ -93,7 +95,7 @@ class StageRunner:
 
     def print_stages(self) -> None:
         """Print what each rank holds (modules, parameters, bytes), on the first rank. Every rank must call this."""
-        self._parts.describe()
+        self._parts.print_stages()
 
     def forward_backward(self, micro_batches: Iterable[Mapping[str, Any]]) -> BatchResult:
         """Compute the loss of micro-batches, and add their gradients to those since the last optimizer step.
@@ -110,7 +112,7 @@ class StageRunner:
             InputError: on every rank, if one fails. The gradients since the last optimizer step are discarded.
         """
         try:
-            return self._parts.runs.run(*self._begin(micro_batches))
+            return self._parts.runs.run(*self._begin_batch_preparation(micro_batches))
         except Exception:
             self.zero_grad()
             raise
@@ -123,7 +125,7 @@ class StageRunner:
         Args:
             micro_batches: see :meth:`forward_backward`, also for the errors.
         """
-        predictions: list[Any] = self._parts.runs.predict(*self._begin(micro_batches))
+        predictions: list[Any] = self._parts.runs.predict(*self._begin_batch_preparation(micro_batches))
         return predictions
 
     def optimizer_step(self, *optimizers: Optimizer, max_norm: float | None = None) -> Tensor | None:
@@ -135,7 +137,7 @@ class StageRunner:
         """
         if optimizers != self._optimizers:
             check_optimizers_for_sharding(optimizers, self._sizes)
-            self._parts.gradients.check_tied_groups(optimizers)
+            self._parts.gradients.check_tied_param_groups(optimizers)
             self._optimizers = optimizers
         scaler = self._scaler or torch.amp.GradScaler(self.device.type, enabled=False)
         self._parts.gradients.finalize_grads()
@@ -153,12 +155,14 @@ class StageRunner:
         """Discard the gradients and tokens since the last optimizer step."""
         for parameter in self.model.parameters():
             parameter.grad = None
-        self._parts.runs.begin_step()
+        self._parts.runs.discard_unfinished_step_tokens()
 
-    def _begin(self, micro_batches: Iterable[Mapping[str, Any]]) -> tuple[list[Any], PreparedBatch]:
+    def _begin_batch_preparation(
+        self, micro_batches: Iterable[Mapping[str, Any]]
+    ) -> tuple[list[Any], BatchInPreparation]:
         # A mapping is refused on every rank, in the preparation.
         inputs = micro_batches if isinstance(micro_batches, Mapping) else list(micro_batches)
-        copies = RecordedCopies()
+        copies = HostSourceTracker()
         with copies:
             batch: Any = tree_map_only(Tensor, lambda tensor: tensor.to(self.device), inputs)
         return batch, self._preparation.begin(batch, copies)

@@ -11,10 +11,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from lightning_pipe.engine import PipelinePlan, PipelineTask, State, TaskSchedule, TrainingContext
-from lightning_pipe.llm.batches.host_values import RecordedCopies
+from lightning_pipe.llm.batches.host_values import HostSourceTracker
 
 if TYPE_CHECKING:  # requires a newer torch than the plan, which commands show
-    from lightning_pipe.llm.run.preparation import PreparedBatch
+    from lightning_pipe.llm.run.preparation import BatchInPreparation
 
 PARAMETERS = State("parameters")
 GRADIENTS = State("gradients")
@@ -25,22 +25,22 @@ _EXCHANGES = "the ranks with the neighboring stages would wait for its messages"
 class LLMContext(TrainingContext):
     """Context of an iteration over pipeline stages."""
 
-    copies: RecordedCopies
-    prepared: PreparedBatch | None
+    copies: HostSourceTracker
+    prepared: BatchInPreparation | None
 
 
 def llm_plan(
     transfer: Callable[[Any], Any],
-    prepare: Callable[[Any, RecordedCopies], Any],
-    set_prepared: Callable[[PreparedBatch | None], None] = lambda prepared: None,
+    prepare: Callable[[Any, HostSourceTracker], Any],
+    set_prepared: Callable[[BatchInPreparation | None], None] = lambda prepared: None,
 ) -> PipelinePlan:
     """Training plan in which the next batch is copied and prepared ahead of the current batch's step.
 
     ``ScheduleStep`` calls the context's ``training_step``, and ``ScaleGradients`` its ``run_backward``; the caller sets
-    both. ``OptimStep`` is the caller's work between ``begin_task`` and ``end_task``.
+    both. ``OptimStep`` is the caller's work between ``begin_caller_task`` and ``end_caller_task``.
     """
 
-    def step(ctx: LLMContext) -> None:
+    def run_training_step(ctx: LLMContext) -> None:
         # If a hook skips the batch, the context has no training_step.
         try:
             set_prepared(ctx.pop("prepared"))
@@ -48,14 +48,14 @@ def llm_plan(
         finally:
             set_prepared(None)
 
-    def scale(ctx: LLMContext) -> None:
+    def scale_gradients(ctx: LLMContext) -> None:
         if ctx.has("run_backward"):
             ctx.run_backward()
 
     tasks = [
         PipelineTask(
             "ScheduleStep",
-            step,
+            run_training_step,
             reads=("batch", "prepared", "training_step", PARAMETERS),
             writes=("prepared", "output", GRADIENTS),
             not_replayable=_EXCHANGES,
@@ -63,14 +63,14 @@ def llm_plan(
         ),
         PipelineTask(
             "ScaleGradients",
-            scale,
+            scale_gradients,
             reads=("output", "run_backward", GRADIENTS),
             writes=(GRADIENTS,),
             not_replayable="it divides gradients that the schedule has just computed by a number that ranks agree on",
         ),
         PipelineTask(
             "OptimStep",
-            _run_by_caller,
+            _leave_task_to_caller,
             reads=(GRADIENTS,),
             writes=(PARAMETERS,),
             not_replayable="Lightning runs the step and its hooks outside the task's function",
@@ -80,29 +80,29 @@ def llm_plan(
 
 
 def llm_evaluation_plan(
-    transfer: Callable[[Any], Any], prepare: Callable[[Any, RecordedCopies], Any], name: str
+    transfer: Callable[[Any], Any], prepare: Callable[[Any, HostSourceTracker], Any], name: str
 ) -> PipelinePlan:
     """Evaluation plan in which the next batch is copied and prepared ahead of the current batch's forward."""
 
     forward_task = PipelineTask(
-        "ScheduleForward", _run_by_caller, reads=("batch", "prepared", PARAMETERS), not_replayable=_EXCHANGES
+        "ScheduleForward", _leave_task_to_caller, reads=("batch", "prepared", PARAMETERS), not_replayable=_EXCHANGES
     )
     return PipelinePlan({**_prefetch_tasks(transfer, prepare), forward_task: TaskSchedule()}, name=name)
 
 
-def _run_by_caller(ctx: LLMContext) -> None:
-    """The caller's work, between ``begin_task`` and ``end_task``."""
+def _leave_task_to_caller(ctx: LLMContext) -> None:
+    """The caller's work, between ``begin_caller_task`` and ``end_caller_task``."""
 
 
 def _prefetch_tasks(
-    transfer: Callable[[Any], Any], prepare: Callable[[Any, RecordedCopies], Any]
+    transfer: Callable[[Any], Any], prepare: Callable[[Any, HostSourceTracker], Any]
 ) -> dict[PipelineTask, TaskSchedule]:
     def copy(ctx: LLMContext) -> None:
-        ctx.copies = RecordedCopies()
+        ctx.copies = HostSourceTracker()
         with ctx.copies:
             ctx.batch = transfer(ctx.batch)
 
-    def cut(ctx: LLMContext) -> None:
+    def prepare_batch(ctx: LLMContext) -> None:
         copies = ctx.pop("copies")
         ctx.prepared = None if ctx.batch is None else prepare(ctx.batch, copies)
 
@@ -115,7 +115,7 @@ def _prefetch_tasks(
     )
     prepare_task = PipelineTask(
         "Prepare",
-        cut,
+        prepare_batch,
         reads=("batch", "copies"),
         writes=("copies", "prepared"),
         not_replayable="its exchange with the other ranks can only be waited for once",

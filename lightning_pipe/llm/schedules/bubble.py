@@ -62,7 +62,7 @@ def measure_bubble(events: Sequence[Sequence[Bar]], actions: Actions) -> StepBub
     """Break down the time of a step's ranks, and simulate the step from its durations."""
     spans = [row[-1].end - row[0].start for row in events]
     step = max(spans)
-    ranks = tuple(_times(row, span, step) for row, span in zip(events, spans, strict=True))
+    ranks = tuple(_break_down_rank_time(row, span, step) for row, span in zip(events, spans, strict=True))
     measured = 1 - sum(rank.busy for rank in ranks) / (len(ranks) * step) if step else 0.0
     if not actions:
         return StepBubble(ranks, measured, step, None, None)
@@ -71,7 +71,7 @@ def measure_bubble(events: Sequence[Sequence[Bar]], actions: Actions) -> StepBub
     return StepBubble(ranks, measured, step, timeline.bubble_fraction, timeline.makespan)
 
 
-def _times(events: Sequence[Bar], span: float, step: float) -> RankTimes:
+def _break_down_rank_time(events: Sequence[Bar], span: float, step: float) -> RankTimes:
     waits = {"wait_forward": 0.0, "wait_backward": 0.0}
     busy = 0.0
     for event in events:

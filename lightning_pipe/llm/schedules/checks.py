@@ -20,9 +20,9 @@ from lightning_pipe.llm.schedules.specs import (
     SCHEDULES,
     ScheduleSpec,
     count_stages_per_rank,
+    make_stage_placement_error,
     map_action_stages_to_ranks,
     map_stages_to_ranks,
-    placement_error,
     read_actions,
 )
 
@@ -39,7 +39,7 @@ def check_microbatches(
         raise SetupError(unsupported)
     actions = list_compute_actions(spec, pp_size, num_microbatches, stages_per_rank)
     _check_places(spec, actions, pp_size, num_stages)
-    _check_last_stage(spec, actions, num_stages - 1)
+    _check_last_stage_order(spec, actions, num_stages - 1)
 
 
 def _unsupported_number(spec: ScheduleSpec, count: int, pp_size: int) -> str | None:
@@ -61,11 +61,11 @@ def _unsupported_number(spec: ScheduleSpec, count: int, pp_size: int) -> str | N
             f"num_microbatches is {count}; schedule {name} needs at least one for each of the {2 * pp_size} stages. Use"
             f" {2 * pp_size} or more, or schedule zbv_zero_bubble"
         )
-    if issubclass(spec.schedule_class, ScheduleInterleaved1F1B | ScheduleInterleavedZeroBubble) and not _in_rounds(
-        count, pp_size
-    ):
-        less = next(m for m in range(count, 0, -1) if _in_rounds(m, pp_size))
-        more = next(m for m in range(count, 2 * count + pp_size) if _in_rounds(m, pp_size))
+    if issubclass(
+        spec.schedule_class, ScheduleInterleaved1F1B | ScheduleInterleavedZeroBubble
+    ) and not _divides_into_rounds(count, pp_size):
+        less = next(m for m in range(count, 0, -1) if _divides_into_rounds(m, pp_size))
+        more = next(m for m in range(count, 2 * count + pp_size) if _divides_into_rounds(m, pp_size))
         return (
             f"num_microbatches is {count}; schedule {name} needs a multiple of its rounds, {count // pp_size}, which is"
             f" {count} // {pp_size} ranks. Use {less} or {more}"
@@ -99,7 +99,7 @@ def fallback_schedule(spec: ScheduleSpec) -> ScheduleSpec:
     return SCHEDULES[{"single": "gpipe", "loop": "looped_bfs", "v": "zbv_zero_bubble"}[spec.placement]]
 
 
-def _in_rounds(num_microbatches: int, pp_size: int) -> bool:
+def _divides_into_rounds(num_microbatches: int, pp_size: int) -> bool:
     return num_microbatches % max(1, num_microbatches // pp_size) == 0
 
 
@@ -108,7 +108,7 @@ def _check_places(spec: ScheduleSpec, actions: Actions, pp_size: int, num_stages
     subject = f"schedule {spec.name}"
     ranks = map_action_stages_to_ranks(actions, subject) if actions else {}
     if actions and ranks != map_stages_to_ranks(spec.placement, pp_size, num_stages):
-        raise placement_error(subject, ranks, pp_size)
+        raise make_stage_placement_error(subject, ranks, pp_size)
     sends_to_itself = spec.placement == "v" and not issubclass(spec.schedule_class, RuntimeSchedule)
     if sends_to_itself:
         raise SetupError(
@@ -117,7 +117,7 @@ def _check_places(spec: ScheduleSpec, actions: Actions, pp_size: int, num_stages
         )
 
 
-def _check_last_stage(spec: ScheduleSpec, actions: Actions, last: int) -> None:
+def _check_last_stage_order(spec: ScheduleSpec, actions: Actions, last: int) -> None:
     """Check that the last stage computes in ascending order: PyTorch takes the i-th computed loss for micro-batch i."""
     forward = ComputationType.FORWARD
     row = [a for rank in actions.values() for a in rank if a.stage_index == last and a.computation_type is forward]

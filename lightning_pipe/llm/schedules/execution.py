@@ -18,13 +18,13 @@ from torch.distributed.pipelining import PipelineStage
 from lightning_pipe._compat.pipelining import (
     ForwardSchedule,
     Schedule,
-    forget_batch,
     register_overlapped_fb_function,
+    release_schedule_tensors,
     run_microbatches,
 )
 from lightning_pipe._compat.torch import tree_map_only
 from lightning_pipe.engine.common.errors import SetupError
-from lightning_pipe.llm.model.stage_module import PassThrough
+from lightning_pipe.llm.model.stage_module import PassThroughModule
 from lightning_pipe.llm.schedules.checks import splits_backward
 from lightning_pipe.llm.schedules.specs import ScheduleSpec, instantiate_schedule, map_stages_to_ranks
 from lightning_pipe.llm.schedules.timed_stage import TimedStage, run_overlapped
@@ -41,7 +41,9 @@ def build_schedule(
     overlap: bool = False,
 ) -> Schedule:
     """Build a schedule for training, in which gradients are neither scaled nor averaged."""
-    schedule = instantiate_schedule(spec, stages, num_microbatches, _timed(stages, loss_fn), overlap=overlap)
+    schedule = instantiate_schedule(
+        spec, stages, num_microbatches, _time_as_part_of_last_forward(stages, loss_fn), overlap=overlap
+    )
     if overlap:
         register_overlapped_fb_function(schedule, run_overlapped)
     return schedule
@@ -59,7 +61,9 @@ def build_evaluation(
     between the two, keeps every micro-batch's output, and fails for schedules in V order.
     """
     ranks = map_stages_to_ranks(spec.placement, stages[0].group_size, stages[0].num_stages)
-    return ForwardSchedule(list(stages), num_microbatches, ranks, result_of and _timed(stages, result_of))
+    return ForwardSchedule(
+        list(stages), num_microbatches, ranks, result_of and _time_as_part_of_last_forward(stages, result_of)
+    )
 
 
 def run_schedule(
@@ -86,12 +90,12 @@ def run_schedule(
         cause.add_note(str(error).strip())
         raise cause from cause.__cause__
     finally:
-        forget_batch(schedule)
+        release_schedule_tensors(schedule)
     if losses is not None:
         losses[:] = [tree_map_only(Tensor, Tensor.detach, loss) for loss in losses]
 
 
-def check_shared_parameters(spec: ScheduleSpec, stages: Mapping[int, nn.Module]) -> None:
+def check_shared_for_split_backward(spec: ScheduleSpec, stages: Mapping[int, nn.Module]) -> None:
     """Refuse shared parameters that PyTorch cannot differentiate in two parts."""
     if not splits_backward(spec):
         return
@@ -99,7 +103,7 @@ def check_shared_parameters(spec: ScheduleSpec, stages: Mapping[int, nn.Module])
         if index == 0:
             continue  # its backward is never split
         names: dict[int, str] = {}
-        for name, parameter in _used_parameters(module):
+        for name, parameter in _iter_stage_parameters(module):
             first_name = names.setdefault(id(parameter), name)
             if first_name != name and parameter.requires_grad:
                 raise SetupError(
@@ -108,16 +112,16 @@ def check_shared_parameters(spec: ScheduleSpec, stages: Mapping[int, nn.Module])
                 )
 
 
-def _used_parameters(module: nn.Module, prefix: str = "") -> Iterable[tuple[str, nn.Parameter]]:
+def _iter_stage_parameters(module: nn.Module, prefix: str = "") -> Iterable[tuple[str, nn.Parameter]]:
     """All parameters under all their names, except in modules that other stages run."""
-    if not isinstance(module, PassThrough):
+    if not isinstance(module, PassThroughModule):
         yield from ((f"{prefix}{name}", value) for name, value in module.named_parameters(recurse=False))
         for name, child in module._modules.items():
             if child is not None:
-                yield from _used_parameters(child, f"{prefix}{name}.")
+                yield from _iter_stage_parameters(child, f"{prefix}{name}.")
 
 
-def _timed(stages: Stages, function: Callable[..., Any]) -> Callable[..., Any]:
+def _time_as_part_of_last_forward(stages: Stages, function: Callable[..., Any]) -> Callable[..., Any]:
     """The function, timed as part of the last stage's forward if the stage records times."""
     last = stages[-1]
-    return last.extend_forward(function) if isinstance(last, TimedStage) and last.is_last else function
+    return last.time_as_part_of_forward(function) if isinstance(last, TimedStage) and last.is_last else function

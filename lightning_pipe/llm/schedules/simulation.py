@@ -38,11 +38,11 @@ def list_compute_actions(
     computed = {rank: [action for action in actions if action.is_compute_op] for rank, actions in listed.items()}
     if issubclass(spec.schedule_class, Schedule1F1B):
         # Every rank runs micro-batches from 0; torch 2.13 lists 1 to m for the last rank.
-        computed = {rank: _count_forwards(actions) for rank, actions in computed.items()}
+        computed = {rank: _renumber_forwards(actions) for rank, actions in computed.items()}
     return computed
 
 
-def _count_forwards(actions: Sequence[Action]) -> list[Action]:
+def _renumber_forwards(actions: Sequence[Action]) -> list[Action]:
     """The same actions of one stage, with forwards numbered in order."""
     count = iter(range(len(actions)))
     forward = ComputationType.FORWARD

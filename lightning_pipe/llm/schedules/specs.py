@@ -36,7 +36,7 @@ from lightning_pipe._compat.pipelining import (
     RuntimeSchedule,
     Schedule,
     ranks_by_stage,
-    set_actions,
+    set_schedule_actions,
     split_overlapped_actions,
 )
 from lightning_pipe.engine.common.errors import SetupError
@@ -74,11 +74,11 @@ SCHEDULES: dict[str, ScheduleSpec] = {
 def find_schedule(schedule: str | type | Path) -> ScheduleSpec:
     """Find the schedule of a name, class or file."""
     if isinstance(schedule, type):
-        return _of_class(schedule)
+        return _make_schedule_spec_from_class(schedule)
     if isinstance(schedule, Path) or schedule.lower().endswith(".csv"):
-        return _of_file(Path(schedule))
-    by_name = {_plain(name): spec for name, spec in SCHEDULES.items()}
-    spec = by_name.get(_plain(schedule).removeprefix("schedule"))
+        return _make_schedule_spec_from_file(Path(schedule))
+    by_name = {_normalize_schedule_name(name): spec for name, spec in SCHEDULES.items()}
+    spec = by_name.get(_normalize_schedule_name(schedule).removeprefix("schedule"))
     if spec is None:
         raise SetupError(
             f"schedule is {schedule!r}; expected one of {', '.join(SCHEDULES)}. Choose one of these, a class derived"
@@ -87,11 +87,11 @@ def find_schedule(schedule: str | type | Path) -> ScheduleSpec:
     return spec
 
 
-def _plain(name: str) -> str:
+def _normalize_schedule_name(name: str) -> str:
     return name.lower().replace("_", "").replace("-", "")
 
 
-def _of_class(schedule: type) -> ScheduleSpec:
+def _make_schedule_spec_from_class(schedule: type) -> ScheduleSpec:
     for spec in SCHEDULES.values():
         if spec.schedule_class is schedule:
             return spec
@@ -104,10 +104,10 @@ def _of_class(schedule: type) -> ScheduleSpec:
     if issubclass(schedule, PipelineScheduleSingle):
         return ScheduleSpec(schedule.__qualname__, schedule, "single")
     specs = [ScheduleSpec(schedule.__qualname__, schedule, placement) for placement in get_args(Placement)[1:]]
-    return next((spec for spec in specs if _is_placed(spec)), specs[0])
+    return next((spec for spec in specs if _schedule_matches_placement(spec)), specs[0])
 
 
-def _is_placed(spec: ScheduleSpec) -> bool:
+def _schedule_matches_placement(spec: ScheduleSpec) -> bool:
     """Return True if a class lists its actions for the stages of the spec's placement."""
     try:
         actions = list_actions(spec, 2, 4, 2)  # the smallest case that all of PyTorch's schedules support
@@ -116,7 +116,7 @@ def _is_placed(spec: ScheduleSpec) -> bool:
         return False
 
 
-def _of_file(path: Path) -> ScheduleSpec:
+def _make_schedule_spec_from_file(path: Path) -> ScheduleSpec:
     subject = f"the schedule in {path}"
     ranks = map_action_stages_to_ranks(read_actions(path), subject)
     pp_size, num_stages = max(ranks.values()) + 1, len(ranks)
@@ -124,10 +124,10 @@ def _of_file(path: Path) -> ScheduleSpec:
     for placement in placements:
         if num_stages % pp_size == 0 and ranks == map_stages_to_ranks(placement, pp_size, num_stages):
             return ScheduleSpec(str(path), RuntimeSchedule, placement, path)
-    raise placement_error(subject, ranks, pp_size)
+    raise make_stage_placement_error(subject, ranks, pp_size)
 
 
-def placement_error(subject: str, ranks: Mapping[int, int], pp_size: int) -> SetupError:
+def make_stage_placement_error(subject: str, ranks: Mapping[int, int], pp_size: int) -> SetupError:
     """Error of a schedule that places stages in none of the supported ways."""
     return SetupError(
         f"{subject} has its stages {', '.join(f'{s} on rank {r}' for s, r in sorted(ranks.items()))};"
@@ -226,7 +226,7 @@ def instantiate_schedule(
     try:
         schedule = make(stage_or_stages, num_microbatches, loss_fn=loss_fn, scale_grads=False)
         if spec.path is not None:
-            set_actions(schedule, read_actions(spec.path))
+            set_schedule_actions(schedule, read_actions(spec.path))
         elif spec.schedule_class is ScheduleDualPipeV and not overlap:
             split_overlapped_actions(schedule)
     except Exception as error:

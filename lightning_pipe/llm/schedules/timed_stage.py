@@ -15,7 +15,7 @@ from lightning_pipe._compat.pipelining import copy_view_outputs
 from lightning_pipe._compat.torch import is_view
 from lightning_pipe.engine.observe.timeline import Bar, microbatch_bar
 from lightning_pipe.engine.ranks.current_tasks import current_tasks
-from lightning_pipe.llm.parallel.overlap import ForwardBackwardOverlap, exclude_other_call
+from lightning_pipe.llm.parallel.overlap import ForwardBackwardOverlap, exclude_other_call_time
 
 _CONTINUED = " continued"
 
@@ -60,9 +60,9 @@ class TimedStage(PipelineStage):
             if self._on_failure is None:
                 raise
             self._on_failure(error)
-            return self._zeros(args)
+            return self._make_zero_outputs(args)
 
-    def _zeros(self, args: tuple[Any, ...]) -> Any:
+    def _make_zero_outputs(self, args: tuple[Any, ...]) -> Any:
         """A zero output through which gradients flow to the inputs."""
         likes = (torch.zeros(()),) if self.is_last else self._outputs_like
         outputs = []
@@ -90,16 +90,16 @@ class TimedStage(PipelineStage):
         kwargs: dict[str, Any] | None = None,
         save_forward_output: bool = True,
     ) -> Any:
-        def forward() -> Any:
+        def run_forward() -> Any:
             return super(TimedStage, self).forward_one_chunk(fwd_chunk_id, args, kwargs, save_forward_output)
 
         received = not self.is_first and self._is_elsewhere(self.stage_index - 1)
-        return self._note("forward", fwd_chunk_id, "wait_forward" if received else None, forward)
+        return self._run_and_record("forward", fwd_chunk_id, "wait_forward" if received else None, run_forward)
 
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
-        def backward() -> None:
+        def run_backward() -> None:
             super(TimedStage, self).backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
 
         if not full_backward and self.has_backward and not self.is_first:
@@ -109,18 +109,18 @@ class TimedStage(PipelineStage):
 
         received = not self.is_last and self._is_elsewhere(self.stage_index + 1)
         kind = "backward" if full_backward else "input_backward"
-        self._note(kind, bwd_chunk_id, "wait_backward" if received else None, backward)
+        self._run_and_record(kind, bwd_chunk_id, "wait_backward" if received else None, run_backward)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        def backward() -> None:
+        def run_weight_backward() -> None:
             super(TimedStage, self).backward_weight_one_chunk(bwd_chunk_id, last_backward)
 
-        self._note("weight_backward", bwd_chunk_id, None, backward)
+        self._run_and_record("weight_backward", bwd_chunk_id, None, run_weight_backward)
 
     def _is_elsewhere(self, stage_index: int) -> bool:
         return bool(self.stage_index_to_group_rank[stage_index] != self.group_rank)
 
-    def extend_forward(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def time_as_part_of_forward(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap a function whose time counts as part of the preceding forward, such as the loss on the last stage."""
 
         def timed(*args: Any, **kwargs: Any) -> Any:
@@ -131,7 +131,7 @@ class TimedStage(PipelineStage):
 
         return timed
 
-    def _note(self, kind: str, microbatch: int, wait: str | None, work: Callable[[], Any]) -> Any:
+    def _run_and_record(self, kind: str, microbatch: int, wait: str | None, work: Callable[[], Any]) -> Any:
         action = f"{kind} of micro-batch {microbatch} in stage {self.stage_index}"
         current_tasks["stages"] = action, None, False
         if not self._recording():
@@ -145,7 +145,8 @@ class TimedStage(PipelineStage):
         value = work()
         current_tasks["stages"] = action, None, True
         bars = [
-            microbatch_bar(self.stage_index, kind, microbatch, *span) for span in exclude_other_call(start, self._now())
+            microbatch_bar(self.stage_index, kind, microbatch, *span)
+            for span in exclude_other_call_time(start, self._now())
         ]
         self._events += [bars[0], *(bar._replace(name=f"{kind}{_CONTINUED}") for bar in bars[1:])]
         return value
@@ -163,11 +164,13 @@ def run_overlapped(stage: Any, other_stage: Any, first: Callable[[], None], seco
     recorded = isinstance(stage, TimedStage) and stage._recording()
     events, count = (stage._events, len(stage._events)) if recorded else ([], 0)
 
-    def beside() -> None:
+    def reset_wait_and_run_second() -> None:
         other_stage._receive_requested = time.perf_counter()  # it has waited for the other work, not for a message
         second()
 
-    ForwardBackwardOverlap(torch.device(stage.device), stage._now if recorded else time.perf_counter).run(first, beside)
+    ForwardBackwardOverlap(torch.device(stage.device), stage._now if recorded else time.perf_counter).run(
+        first, reset_wait_and_run_second
+    )
     events[count:] = sorted(events[count:], key=lambda bar: bar.start)
 
 

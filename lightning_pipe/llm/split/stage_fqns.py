@@ -12,14 +12,14 @@ from itertools import accumulate, pairwise
 from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.engine.common.options import check_whole_number
 from lightning_pipe.engine.planning.contiguous_partition import partition_contiguously
-from lightning_pipe.llm.measure.layer_bench import PieceResults
+from lightning_pipe.llm.measure.layer_bench import ModelPieceResults
 from lightning_pipe.llm.measure.layer_costs import CostUnit
-from lightning_pipe.llm.model.module_config import ModuleConfig
+from lightning_pipe.llm.model.module_config import PPModuleConfig
 from lightning_pipe.llm.split.options import SplitOptions
 
 
 def split_evenly(
-    config: ModuleConfig, num_stages: int, input_weight: int = 1, output_weight: int = 1
+    config: PPModuleConfig, num_stages: int, input_weight: int = 1, output_weight: int = 1
 ) -> list[list[str]]:
     """Split into stages with the same number of layers, counting input and output modules as layers.
 
@@ -27,7 +27,7 @@ def split_evenly(
     remainder goes to the first stages, one layer each. This is the rule of torchtitan's and xorl's
     ``generate_llm_fqn_per_model_part``. A weight has no effect if the model has no such modules.
     """
-    _check_stages(config, num_stages)
+    _check_num_stages(config, num_stages)
     for name, weight in (("input_weight", input_weight), ("output_weight", output_weight)):
         check_whole_number(name, weight, 0)
     extra_work = [0] * num_stages
@@ -42,19 +42,19 @@ def split_evenly(
                 f" {num_stages} stages leave {count} layers for stage {stage}; expected 0 or more for each stage. Use"
                 " fewer stages or smaller weights, or set split.layers_per_stage"
             )
-    return split_at(config, counts)
+    return split_by_layer_counts(config, counts)
 
 
-def split_at(config: ModuleConfig, layers_per_stage: Sequence[int]) -> list[list[str]]:
+def split_by_layer_counts(config: PPModuleConfig, layers_per_stage: Sequence[int]) -> list[list[str]]:
     """Split into stages of the given numbers of layers."""
     counts = list(layers_per_stage)
-    _check_stages(config, len(counts))
+    _check_num_stages(config, len(counts))
     if not all(isinstance(count, int) and count >= 0 for count in counts) or sum(counts) != config.num_layers:
         raise SetupError(
             f"split.layers_per_stage is {counts}; expected whole numbers, 0 or more, that add up to the model's"
             f" {config.num_layers} layers"
         )
-    empty = [stage for stage in range(len(counts)) if _is_empty(config, stage, counts)]
+    empty = [stage for stage in range(len(counts)) if _is_stage_empty(config, stage, counts)]
     if empty:
         raise SetupError(
             f"split.layers_per_stage {counts} leaves stage {', '.join(map(str, empty))} empty; expected at least one"
@@ -62,13 +62,13 @@ def split_at(config: ModuleConfig, layers_per_stage: Sequence[int]) -> list[list
             " no layer"
         )
     ends = [0, *accumulate(counts)]
-    stages = [[config.layer(index) for index in range(first, end)] for first, end in pairwise(ends)]
+    stages = [[config.get_layer_fqn(index) for index in range(first, end)] for first, end in pairwise(ends)]
     stages[0] = [*config.input_fqns, *stages[0]]
     stages[-1] = [*stages[-1], *config.output_fqns]
     return stages
 
 
-def split_by_ranges(config: ModuleConfig, ranges: Sequence[Sequence[int]]) -> list[list[str]]:
+def split_by_ranges(config: PPModuleConfig, ranges: Sequence[Sequence[int]]) -> list[list[str]]:
     """Split into stages of the given ranges of layers."""
     pairs = [tuple(bounds) for bounds in ranges]
     ends = [0, *(bounds[-1] if bounds else 0 for bounds in pairs)]
@@ -77,11 +77,11 @@ def split_by_ranges(config: ModuleConfig, ranges: Sequence[Sequence[int]]) -> li
             f"split.layer_ranges is {pairs}; expected pairs (first layer, one past the last layer), each starting where"
             f" the previous pair ends, from 0 to the model's {config.num_layers} layers"
         )
-    return split_at(config, [end - first for first, end in pairwise(ends)])
+    return split_by_layer_counts(config, [end - first for first, end in pairwise(ends)])
 
 
 def split_by_cost(
-    config: ModuleConfig,
+    config: PPModuleConfig,
     num_stages: int,
     layer_costs: Sequence[float],
     input_cost: float = 0.0,
@@ -91,7 +91,7 @@ def split_by_cost(
 
     Ties go to the most even split (least sum of squared costs), then to the split with the earliest cuts.
     """
-    _check_stages(config, num_stages)
+    _check_num_stages(config, num_stages)
     costs = [input_cost, *layer_costs, output_cost]
     if len(layer_costs) != config.num_layers or not all(math.isfinite(cost) and cost >= 0 for cost in costs):
         raise SetupError(
@@ -100,24 +100,26 @@ def split_by_cost(
             " finite and not negative"
         )
 
-    def cost(stage: int, first: int, end: int) -> float:
+    def compute_stage_cost(stage: int, first: int, end: int) -> float:
         around = (input_cost if stage == 0 else 0.0) + (output_cost if stage == num_stages - 1 else 0.0)
         return math.fsum([around, *layer_costs[first:end]])
 
-    may_be_empty = [stage for stage in range(num_stages) if not _is_empty(config, stage, [0] * num_stages)]
-    counts = partition_contiguously(config.num_layers, num_stages, cost, most_even=True, may_be_empty=may_be_empty)
-    return split_at(config, counts)
+    may_be_empty = [stage for stage in range(num_stages) if not _is_stage_empty(config, stage, [0] * num_stages)]
+    counts = partition_contiguously(
+        config.num_layers, num_stages, compute_stage_cost, most_even=True, may_be_empty=may_be_empty
+    )
+    return split_by_layer_counts(config, counts)
 
 
 def split_by_options(
-    config: ModuleConfig,
+    config: PPModuleConfig,
     num_stages: int,
     options: SplitOptions,
-    measured: Callable[[CostUnit], PieceResults[float]],
+    measured: Callable[[CostUnit], ModelPieceResults[float]],
 ) -> list[list[str]]:
     """Split according to the options."""
     if options.layers_per_stage is not None:
-        stages = split_at(config, options.layers_per_stage)
+        stages = split_by_layer_counts(config, options.layers_per_stage)
     elif options.layer_ranges is not None:
         stages = split_by_ranges(config, options.layer_ranges)
     elif options.balance == "layers":
@@ -133,7 +135,7 @@ def split_by_options(
     return stages
 
 
-def _check_stages(config: ModuleConfig, num_stages: int) -> None:
+def _check_num_stages(config: PPModuleConfig, num_stages: int) -> None:
     if not 1 <= num_stages <= config.num_layers:
         layers = "1 layer" if config.num_layers == 1 else f"{config.num_layers} layers"
         raise SetupError(
@@ -142,6 +144,6 @@ def _check_stages(config: ModuleConfig, num_stages: int) -> None:
         )
 
 
-def _is_empty(config: ModuleConfig, stage: int, counts: Sequence[int]) -> bool:
+def _is_stage_empty(config: PPModuleConfig, stage: int, counts: Sequence[int]) -> bool:
     extra_modules = (config.input_fqns if stage == 0 else ()) + (config.output_fqns if stage == len(counts) - 1 else ())
     return counts[stage] == 0 and not extra_modules

@@ -21,35 +21,35 @@ from torch import Tensor, nn
 from lightning_pipe.engine import SetupError
 from lightning_pipe.engine.ranks.object_collectives import all_reduce_any, run_on_all_ranks, run_on_rank
 from lightning_pipe.llm.losses.balance_loss import BalanceLoss
-from lightning_pipe.llm.measure.layer_bench import LossOf, PieceResults, fill_with_placeholders
+from lightning_pipe.llm.measure.layer_bench import LossOf, ModelPieceResults, randomize_module_tensors
 from lightning_pipe.llm.measure.layer_costs import CostUnit, measure_costs
-from lightning_pipe.llm.model.derived_config import derive_config, refine_config_by_trial
-from lightning_pipe.llm.model.hf_experts import has_routers, skip_experts
+from lightning_pipe.llm.model.derived_config import derive_pp_module_config, refine_config_by_trial
+from lightning_pipe.llm.model.hf_experts import has_routers, make_experts_pass_through
 from lightning_pipe.llm.model.hf_weights import PretrainedWeights, load_into
 from lightning_pipe.llm.model.lora import is_adapted, without_adapters
 from lightning_pipe.llm.model.meta_tensors import fake_copy, initialize_modules
-from lightning_pipe.llm.model.module_config import ModuleConfig, is_inside
+from lightning_pipe.llm.model.module_config import PPModuleConfig, is_inside
 from lightning_pipe.llm.model.routing_replay import MoEBlockInfo, find_moe_blocks
-from lightning_pipe.llm.model.shapes import StageShapes, pass_on_without_data
+from lightning_pipe.llm.model.shapes import StageShapes, bypass_data_dependent_layer
 from lightning_pipe.llm.model.slots import build_stand_ins
 from lightning_pipe.llm.model.stage_module import (
     StageModule,
-    check_passes_through,
+    check_no_ops_outside_modules,
     is_causal_lm,
     make_stage,
-    replace_other_modules,
+    replace_modules_of_other_stages,
     shallow_copy,
     tied_parameters,
 )
-from lightning_pipe.llm.model.tied import TiedParameter, find_tied, name_copies
+from lightning_pipe.llm.model.tied import TiedParameter, find_tied, rename_tied_copies
 from lightning_pipe.llm.parallel.apply_parallel import StageParallelism
-from lightning_pipe.llm.parallel.sdpa_intercept import ContextParallelCheckedStage
+from lightning_pipe.llm.parallel.sdpa_intercept import AttentionCheckedStage
 from lightning_pipe.llm.split.options import SplitOptions
 from lightning_pipe.llm.split.stage_fqns import split_by_options
 
 
 @dataclass(frozen=True)
-class ProfilingMicrobatch:
+class ExampleMicrobatch:
     """A micro-batch for measuring the layers of a model.
 
     Attributes:
@@ -93,19 +93,19 @@ class SplitModel:
 def split_model(
     model: nn.Module,
     *,
-    config: ModuleConfig | None,
+    config: PPModuleConfig | None,
     num_stages: int,
     local_stages: Sequence[int],
     options: SplitOptions,
     device: torch.device,
     parallelism: StageParallelism,
     pretrained: PretrainedWeights | None = None,
-    example: Callable[[], ProfilingMicrobatch] | None = None,
+    example: Callable[[], ExampleMicrobatch] | None = None,
     placeholders: bool = False,
 ) -> SplitModel:
     """Split *model*, which must not be used afterwards unless ``placeholders`` is set. Every rank must call this."""
     cut = _ModelSplitter(
-        model, derive_config(model) if config is None else config, num_stages, options, parallelism, example
+        model, derive_pp_module_config(model) if config is None else config, num_stages, options, parallelism, example
     )
     for parameter in cut.tied:
         if options.tied_embeddings == "refuse":
@@ -117,14 +117,14 @@ def split_model(
     shapes = cut.shapes(model)
     names = tuple(name for name, _ in model.named_parameters())
     routers = has_routers(model) or (is_causal_lm(model) and BalanceLoss.from_model(model) is not None)
-    mixtures = cut.mixtures(model)
+    mixtures = cut.list_replayable_moe_blocks(model)
     if not placeholders:
-        cut.load_or_initialize(model, cut.local_name_filter(local_stages), pretrained)
+        cut.load_or_initialize(model, cut.make_local_name_predicate(local_stages), pretrained)
     stages = {index: cut.stage(model, index) for index in sorted(local_stages)}
 
     def place() -> None:
         if placeholders:
-            fill_with_placeholders(nn.ModuleList(stages.values()), device)
+            randomize_module_tensors(nn.ModuleList(stages.values()), device)
         for stage in stages.values():
             stage.to(device)
 
@@ -132,7 +132,7 @@ def split_model(
     run_on_all_ranks(place, f"the stages cannot be moved to device {str(device)!r}", dist.group.WORLD)
     for stage in stages.values():
         cut.parallelize(stage)
-    return SplitModel(cut.join(model, stages), stages, names, shapes, cut.tied, routers, mixtures)
+    return SplitModel(cut.join_stages(model, stages), stages, names, shapes, cut.tied, routers, mixtures)
 
 
 class _ModelSplitter:
@@ -141,11 +141,11 @@ class _ModelSplitter:
     def __init__(
         self,
         model: nn.Module,
-        config: ModuleConfig,
+        config: PPModuleConfig,
         num_stages: int,
         options: SplitOptions,
         parallelism: StageParallelism,
-        example: Callable[[], ProfilingMicrobatch] | None,
+        example: Callable[[], ExampleMicrobatch] | None,
     ) -> None:
         config.check(model)
         config = self._config = refine_config_by_trial(model, config)
@@ -157,18 +157,20 @@ class _ModelSplitter:
             )
         self._num_stages = num_stages
         self._parallelism = parallelism
-        self._fqns = split_by_options(config, num_stages, options, lambda unit: _measured(model, config, unit, example))
-        self._check_ends(model)
-        self._plan = parallelism.check(model, config)
+        self._fqns = split_by_options(
+            config, num_stages, options, lambda unit: _measure_split_costs(model, config, unit, example)
+        )
+        self._check_end_stages_have_layers(model)
+        self._plan = parallelism.check_model(model, config)
         self.tied = tuple(find_tied(tied_parameters(model), self._fqns))
 
-    def mixtures(self, model: nn.Module) -> tuple[MoEBlockInfo, ...]:
+    def list_replayable_moe_blocks(self, model: nn.Module) -> tuple[MoEBlockInfo, ...]:
         """Mixtures of the whole model that can replay choices of experts."""
-        return tuple(find_moe_blocks(model, self._config.layers)) if self._parallelism.can_replay_routing else ()
+        return tuple(find_moe_blocks(model, self._config.layer_fqns)) if self._parallelism.can_replay_routing else ()
 
-    def _check_ends(self, model: nn.Module) -> None:
+    def _check_end_stages_have_layers(self, model: nn.Module) -> None:
         """Check that hidden states can enter and leave at layers where the model's own forward changes them."""
-        trial, layers = self._config.trial, self._config.layers
+        trial, layers = self._config.trial, self._config.layer_fqns
         if trial is not None and (
             (layers[0] not in self._fqns[0] and not trial.starts_plain)
             or (layers[-1] not in self._fqns[-1] and not trial.ends_plain)
@@ -182,30 +184,32 @@ class _ModelSplitter:
     def shapes(self, model: nn.Module) -> StageShapes:
         """Shapes of the tensors that stages exchange."""
         fake, mode = fake_copy(model)
-        skip_experts(fake)
+        make_experts_pass_through(fake)
 
-        def check(hidden: Tensor | tuple[Tensor, ...], keywords: Mapping[str, Any]) -> None:
+        def check_no_outside_ops(hidden: Tensor | tuple[Tensor, ...], keywords: Mapping[str, Any]) -> None:
             if not is_causal_lm(fake):
-                check_passes_through(fake, self._config, hidden, **keywords)
+                check_no_ops_outside_modules(fake, self._config, hidden, **keywords)
 
         stages = [self.stage(shallow_copy(fake), index).eval() for index in range(self._num_stages)]
         slots = build_stand_ins(fake, self._config, ()) if self._config.trial is not None else {}
-        for stage, name in product(stages, self._config.layers if slots else ()):
-            pass_on_without_data(stage.module.get_submodule(name), slots[name])
+        for stage, name in product(stages, self._config.layer_fqns if slots else ()):
+            bypass_data_dependent_layer(stage.module.get_submodule(name), slots[name])
         sizes = self._parallelism.dimensions
         if sizes.cp == 1:
-            return StageShapes(stages, mode, check)
+            return StageShapes(stages, mode, check_no_outside_ops)
         how = sizes.cp, sizes.cp_method, sizes.tp
         return StageShapes(
-            [ContextParallelCheckedStage(stage, self._config.layers, *how) for stage in stages], mode, check
+            [AttentionCheckedStage(stage, self._config.layer_fqns, *how) for stage in stages],
+            mode,
+            check_no_outside_ops,
         )
 
-    def local_name_filter(self, local_stages: Sequence[int]) -> Callable[[str], bool]:
+    def make_local_name_predicate(self, local_stages: Sequence[int]) -> Callable[[str], bool]:
         """Predicate that is True for names of parameters and buffers that any of these stages needs."""
         fqns = [name for index in local_stages for name in self._fqns[index]]
         needed = {*fqns, *self._config.always_keep_fqns}
         # A buffer outside of all listed modules belongs to the forward itself.
-        listed = {*self._config.modules, *self._config.always_keep_fqns}
+        listed = {*self._config.module_fqns, *self._config.always_keep_fqns}
         return lambda name: is_inside(name, needed) or not is_inside(name, listed)
 
     def load_or_initialize(
@@ -222,36 +226,36 @@ class _ModelSplitter:
                     f"the {type(model).__name__} with adapters was built on the meta device; expected the CPU, since"
                     " peft gives adapters their initial values. Build it on the CPU, or from pretrained weights"
                 )
-            names = (*self._config.modules, *self._config.always_keep_fqns)
+            names = (*self._config.module_fqns, *self._config.always_keep_fqns)
             seed = run_on_rank(lambda: int(torch.randint(2**62, ())), "the model cannot be initialized", world)
             failed = "the model on the meta device cannot be initialized"
             run_on_all_ranks(lambda: initialize_modules(model, names, keep, seed), failed, world)
         else:
-            _share_first_rank_s_values(model)
+            _broadcast_model_if_ranks_differ(model)
 
     def stage(self, model: nn.Module, index: int) -> StageModule:
         return make_stage(shallow_copy(model), self._config, self._fqns[index], index, self._num_stages)
 
     def parallelize(self, stage: StageModule) -> None:
-        name_copies(stage.module, self.tied)
+        rename_tied_copies(stage.module, self.tied)
         self._parallelism.apply(stage, self._config, self._plan)
 
-    def join(self, model: nn.Module, stages: Mapping[int, StageModule]) -> nn.Module:
+    def join_stages(self, model: nn.Module, stages: Mapping[int, StageModule]) -> nn.Module:
         """Join stages into one module with the model's names."""
         if len(stages) == 1:
             (only,) = (stage.module for stage in stages.values())
             return only
         fqns = [name for index in stages for name in self._fqns[index]]
         part = shallow_copy(model)
-        replace_other_modules(part, self._config, fqns)
+        replace_modules_of_other_stages(part, self._config, fqns)
         for name in self._config.always_keep_fqns:
             part.set_submodule(name, next(iter(stages.values())).module.get_submodule(name))
         for index, stage in stages.items():
             for name in self._fqns[index]:
                 part.set_submodule(name, stage.module.get_submodule(name))
         for parameter in self.tied:
-            # A stage with only a copy has it under the first name (`name_copies`). If another stage of this rank holds
-            # the module with that name, the module is already in place.
+            # A stage with only a copy has it under the first name (`rename_tied_copies`). If another stage of this
+            # rank holds the module with that name, the module is already in place.
             holder = parameter.names[0].rpartition(".")[0]
             for stage in (
                 stages.values() if not parameter.names[0].startswith(tuple(f"{name}." for name in fqns)) else ()
@@ -261,9 +265,9 @@ class _ModelSplitter:
         return part
 
 
-def _measured(
-    model: nn.Module, config: ModuleConfig, unit: CostUnit, example: Callable[[], ProfilingMicrobatch] | None
-) -> PieceResults[float]:
+def _measure_split_costs(
+    model: nn.Module, config: PPModuleConfig, unit: CostUnit, example: Callable[[], ExampleMicrobatch] | None
+) -> ModelPieceResults[float]:
     """Measured costs of the model's pieces. Every rank must call this."""
     if example is None:
         raise SetupError(
@@ -283,7 +287,7 @@ def _measured(
     )
 
 
-def _share_first_rank_s_values(model: nn.Module) -> None:
+def _broadcast_model_if_ranks_differ(model: nn.Module) -> None:
     """Broadcast rank 0's values if ranks have others, such as after other random numbers in the module's __init__."""
     tensors = [tensor.detach() for tensor in (*model.parameters(), *model.buffers())]
     checksums = [_checksum(tensor) for tensor in tensors]

@@ -53,7 +53,7 @@ class BatchSource:
         """Return the next batch. Raises ``StopIteration`` after the last one."""
         return self._unread.popleft()() if self._unread else self._fetch()
 
-    def unread(self) -> list[Callable[[], Fetched]]:
+    def get_undelivered_batches(self) -> list[Callable[[], Fetched]]:
         """Return functions that give the batches that were read but not returned, in order."""
         return list(self._unread)
 
@@ -110,8 +110,8 @@ class SynchronizedBatchSource(BatchSource):
             self._read()
         return batch, self._ended, after
 
-    def unread(self) -> list[Callable[[], Fetched]]:
-        return [partial(replay_fetched, fetched) for fetched in self._ahead] + super().unread()
+    def get_undelivered_batches(self) -> list[Callable[[], Fetched]]:
+        return [partial(get_fetched_batch, fetched) for fetched in self._ahead] + super().get_undelivered_batches()
 
     def close(self) -> None:
         """Wait for statuses that are still in flight."""
@@ -168,6 +168,6 @@ class SynchronizedBatchSource(BatchSource):
         rank_zero_info(f"{message}. The epoch ends after {had} batches on every rank.")
 
 
-def replay_fetched(fetched: Fetched) -> Fetched:
-    """Return a batch that was fetched earlier. Entries of :meth:`BatchSource.unread` bind this function."""
+def get_fetched_batch(fetched: Fetched) -> Fetched:
+    """Return a batch that was fetched earlier, for :meth:`BatchSource.get_undelivered_batches`."""
     return fetched

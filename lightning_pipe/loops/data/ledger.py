@@ -73,7 +73,7 @@ class InFlightLedger(Iterator[Any]):
         return self._in_flight[0]
 
     @property
-    def in_flight(self) -> int:
+    def num_in_flight(self) -> int:
         """Number of batches passed to the pipeline and not trained yet."""
         return len(self._in_flight)
 
@@ -97,11 +97,13 @@ class InFlightLedger(Iterator[Any]):
 
     def abandon(self) -> list[Callable[[], Fetched]]:
         """Discard the batches in flight, and return functions that give them again, in order."""
-        abandoned: list[Callable[[], Fetched]] = [partial(_given, entry) for entry in self._in_flight]
+        abandoned: list[Callable[[], Fetched]] = [
+            partial(_convert_entry_to_fetched, entry) for entry in self._in_flight
+        ]
         self._in_flight.clear()
         self._to_transfer.clear()
         return abandoned
 
 
-def _given(entry: LedgerEntry) -> Fetched:
+def _convert_entry_to_fetched(entry: LedgerEntry) -> Fetched:
     return entry.batch, entry.is_last, entry.after

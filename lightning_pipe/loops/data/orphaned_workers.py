@@ -28,7 +28,9 @@ class OrphanedWorkerWatchdog:
         self.user_init_fn = init_fn
 
     def __call__(self, worker: int) -> None:
-        threading.Thread(target=_watch, args=(os.getppid(),), name="watches the rank", daemon=True).start()
+        threading.Thread(
+            target=_exit_when_parent_dies, args=(os.getppid(),), name="watches the rank", daemon=True
+        ).start()
         if self.user_init_fn is not None:
             self.user_init_fn(worker)
 
@@ -44,7 +46,7 @@ def end_workers_with_process(loader: Any) -> Any:
     return loader
 
 
-def _watch(parent: int) -> None:
+def _exit_when_parent_dies(parent: int) -> None:
     rank = parent_process()
     assert rank is not None
     # If a server forks the workers, or if the rank was killed before this call, the parent is another process.

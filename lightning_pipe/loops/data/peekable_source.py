@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-from lightning_pipe.loops.data.batch_source import BatchSource, Fetched, replay_fetched
+from lightning_pipe.loops.data.batch_source import BatchSource, Fetched, get_fetched_batch
 
 
 class PeekableBatchSource:
@@ -39,16 +39,16 @@ class PeekableBatchSource:
         fetched, self._next = self._next, None
         return fetched
 
-    def unread(self) -> list[Callable[[], Fetched]]:
+    def get_undelivered_batches(self) -> list[Callable[[], Fetched]]:
         """Return functions that give the batches that were fetched and not taken, in order."""
-        looked_at = [] if self._next is None else [partial(replay_fetched, self._next)]
-        return [*looked_at, *self._source.unread()]
+        looked_at = [] if self._next is None else [partial(get_fetched_batch, self._next)]
+        return [*looked_at, *self._source.get_undelivered_batches()]
 
     def close(self) -> None:
         self._source.close()
 
 
-class DataloaderBatches(Iterator[Any]):
+class SingleDataloaderIterator(Iterator[Any]):
     """Iterator over the batches of one dataloader. If their number is known, no batch of the next one is read."""
 
     def __init__(

@@ -52,11 +52,11 @@ class RandomStreams:
             finally:
                 self._streams[stream] = swap_rng_states(common, self._device)
         if len(self._streams) == 1:
-            self._streams["prepare"] = _derived(self._streams["fetch"])
-            self._streams["transfer"] = _derived(self._streams["prepare"])
+            self._streams["prepare"] = _derive_rng_states(self._streams["fetch"])
+            self._streams["transfer"] = _derive_rng_states(self._streams["prepare"])
         return result
 
-    def states(self, stream: Stream) -> RNGStates:
+    def get_stream_state(self, stream: Stream) -> RNGStates:
         """Return the states of a stream before its next use. Before the first fetch, all are the common stream."""
         return self._streams[stream] if self._streams else get_rng_states(self._device)
 
@@ -121,7 +121,7 @@ def unpack_rng_states(packed: RNGStates) -> RNGStates:
     return states
 
 
-def _derived(states: RNGStates) -> RNGStates:
+def _derive_rng_states(states: RNGStates) -> RNGStates:
     """Return states of generators seeded from *states*, which are unchanged."""
     source = torch.Generator()
     source.set_state(states["torch"])

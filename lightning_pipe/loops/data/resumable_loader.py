@@ -30,7 +30,7 @@ from torch.utils.data import (
 from lightning_pipe.engine import SetupError
 from lightning_pipe.loops.data.random_streams import get_rng_states, pack_rng_states, set_rng_states, unpack_rng_states
 from lightning_pipe.loops.data.sampler_state import SamplerState
-from lightning_pipe.loops.data.shared_order import order_of, remaining_batches
+from lightning_pipe.loops.data.shared_order import build_remaining_batches, get_distributed_sampler_state
 
 LoaderState = dict[str, Any]
 
@@ -52,7 +52,7 @@ def can_make_resumable(loader: Any) -> bool:
 
 def make_resumable(loader: DataLoader[Any]) -> DataLoader[Any]:
     """Return a copy of the loader with ``state_dict`` and ``load_state_dict``. The given loader is unchanged."""
-    loader_class = _resumable_class(type(loader))  # type: ignore[arg-type]
+    loader_class = _make_resumable_loader_class(type(loader))  # type: ignore[arg-type]
     loader_copy: DataLoader[Any] = loader_class.__new__(loader_class)
     vars(loader_copy).update(vars(loader))
     name = "sampler" if loader.batch_sampler is None else "batch_sampler"
@@ -62,14 +62,14 @@ def make_resumable(loader: DataLoader[Any]) -> DataLoader[Any]:
     return loader_copy
 
 
-def is_resumable(loader: Any) -> bool:
+def was_made_resumable(loader: Any) -> bool:
     """Return True if :func:`make_resumable` made the loader."""
-    return isinstance(loader, _Resumable)
+    return isinstance(loader, _ResumableLoaderMixin)
 
 
 def draws_no_random_numbers(loader: Any) -> bool:
     """Return True if a loader's workers fetch, and its sampler does not draw from this process's shared generators."""
-    if type(loader) is not _resumable_class(DataLoader) or not loader.num_workers:  # a user-defined class
+    if type(loader) is not _make_resumable_loader_class(DataLoader) or not loader.num_workers:  # a user-defined class
         return False
     batches: Any = vars(loader)["_indices"]._inner
     sampler = batches.sampler if type(batches) is BatchSampler else batches
@@ -86,21 +86,21 @@ def snapshot_loader(loader: Any) -> Callable[[], LoaderState]:
 
     The function returns the same state even after the loader has advanced.
     """
-    if isinstance(loader, _Resumable):
+    if isinstance(loader, _ResumableLoaderMixin):
         return loader._indices.snapshot()
     # The loader may return an object that it modifies later.
-    return fixed(copy.deepcopy(loader.state_dict()))
+    return make_constant_state_getter(copy.deepcopy(loader.state_dict()))
 
 
-def fixed(state: LoaderState) -> Callable[[], LoaderState]:
+def make_constant_state_getter(state: LoaderState) -> Callable[[], LoaderState]:
     """Return a function that gives *state*, in place of a loader that would give its state."""
     return lambda: state
 
 
-def end_of_epoch(loader: Any) -> LoaderState | None:
+def get_epoch_end_loader_state(loader: Any) -> LoaderState | None:
     """Return the state of a loader at the end of an epoch, which a limit may have cut; None if it has no state."""
-    if isinstance(loader, _Resumable):
-        return loader._indices.ended()
+    if isinstance(loader, _ResumableLoaderMixin):
+        return loader._indices.get_epoch_end_state()
     return snapshot_loader(loader)() if hasattr(loader, "state_dict") else None
 
 
@@ -114,7 +114,7 @@ def load_states(loaders: Sequence[Any], states: Sequence[LoaderState | None]) ->
     for loader, state in zip(loaders, states, strict=True):
         if state is not None and hasattr(loader, "load_state_dict"):
             # A user-defined loader may keep the state that it is given, and modify it.
-            loader.load_state_dict(state if is_resumable(loader) else copy.deepcopy(state))
+            loader.load_state_dict(state if was_made_resumable(loader) else copy.deepcopy(state))
 
 
 class _ResumableSampler:
@@ -156,25 +156,25 @@ class _ResumableSampler:
             return False
         goes_on = resume is not None and "ended" not in resume
         if resume is not None and goes_on:
-            self._put(resume["created"])
+            self._set_random_states(resume["created"])
             self.returned, self._expected, self._resumed = resume["given"], resume["indices"], resume["begun"]
         elif resume is not None:
             self.sampler_state.set_state(resume["ended"])
-        self._created, self._begun = self._where(), None
+        self._created, self._begun = self._get_random_states(), None
         return goes_on
 
     def _from(self, returned: int, begun: LoaderState | None) -> Iterator[Any]:
         if self._left is not None:
-            yield from self.batches_left(self._left)[returned:]
+            yield from self.build_remaining_batches(self._left)[returned:]
             return
         before = get_rng_states(_CPU)
         if begun is not None:
-            self._put(begun)
-        self._begun = self._where()
+            self._set_random_states(begun)
+        self._begun = self._get_random_states()
         indices = iter(self._inner)
         total: int | None = 0
         for index in islice(indices, returned):
-            total = _checksum(total, index)
+            total = _update_index_checksum(total, index)
         if returned and None not in (self._expected, total) and total != self._expected:
             raise SetupError(
                 f"The sampler's first {returned} batches are not those of the run that wrote the checkpoint: samples"
@@ -186,21 +186,21 @@ class _ResumableSampler:
             # The rest of the fetch does not belong to the sampler, and continues from the previous states.
             set_rng_states(before, _CPU)
         for position, index in enumerate(indices, returned + 1):
-            self._sums[position] = total = _checksum(total, index)
+            self._sums[position] = total = _update_index_checksum(total, index)
             yield index
 
-    def count(self) -> None:
+    def record_returned_batch(self) -> None:
         """Record that the loader has returned one more batch."""
         self._sums.pop(self.returned, None)
         self.returned += 1
 
-    def batches_left(self, state: LoaderState) -> list[Any]:
+    def build_remaining_batches(self, state: LoaderState) -> list[Any]:
         """Return this rank's batches of the rest of an epoch that was started with another number of ranks."""
         batches = self._loader.batch_sampler
         if batches is None:
-            return remaining_batches(state, self._loader.dataset, None)
+            return build_remaining_batches(state, self._loader.dataset, None)
         assert isinstance(batches, BatchSampler)
-        return remaining_batches(state, self._loader.dataset, batches.batch_size, batches.drop_last)
+        return build_remaining_batches(state, self._loader.dataset, batches.batch_size, batches.drop_last)
 
     def snapshot(self) -> Callable[[], LoaderState]:
         if self._left is not None:
@@ -211,23 +211,30 @@ class _ResumableSampler:
         if self._created is None:
             return dict
         total = self._sums.get(self.returned)
-        return partial(_state, self._created, self._begun, self.returned, order_of(self._loader), total)
+        return partial(
+            _build_loader_state,
+            self._created,
+            self._begun,
+            self.returned,
+            get_distributed_sampler_state(self._loader),
+            total,
+        )
 
-    def ended(self) -> LoaderState:
+    def get_epoch_end_state(self) -> LoaderState:
         return {"ended": self.sampler_state.get_state(at_end=True)}
 
     def resume(self, state: LoaderState) -> None:
-        self._resume = _read(state) if state else None
+        self._resume = _unpack_loader_state(state) if state else None
 
-    def _where(self) -> LoaderState:
+    def _get_random_states(self) -> LoaderState:
         return {"common": get_rng_states(_CPU), "own": self.sampler_state.get_state()}
 
-    def _put(self, where: LoaderState) -> None:
+    def _set_random_states(self, where: LoaderState) -> None:
         set_rng_states(where["common"], _CPU)
         self.sampler_state.set_state(where["own"])
 
 
-class _Resumable:
+class _ResumableLoaderMixin:
     """Mixin that makes a class of loaders resumable."""
 
     _indices: _ResumableSampler
@@ -259,7 +266,7 @@ class _CountingIterator(Iterator[Any]):
 
     def __next__(self) -> Any:
         batch = next(self._inner)
-        self._indices.count()
+        self._indices.record_returned_batch()
         return batch
 
     def __len__(self) -> int:
@@ -270,19 +277,27 @@ class _CountingIterator(Iterator[Any]):
 
 
 @cache
-def _resumable_class(base: type[DataLoader[Any]]) -> type[DataLoader[Any]]:
-    loader_class: type[DataLoader[Any]] = type(base.__name__, (_Resumable, base), {"__module__": base.__module__})
+def _make_resumable_loader_class(base: type[DataLoader[Any]]) -> type[DataLoader[Any]]:
+    loader_class: type[DataLoader[Any]] = type(
+        base.__name__, (_ResumableLoaderMixin, base), {"__module__": base.__module__}
+    )
     return loader_class
 
 
-def _state(
+def _build_loader_state(
     created: LoaderState, begun: LoaderState | None, returned: int, order: LoaderState | None, indices: int | None
 ) -> LoaderState:
-    packed = None if begun is None else _pack(begun)
-    return {"created": _pack(created), "begun": packed, "given": returned, "order": order, "indices": indices}
+    packed = None if begun is None else _pack_random_states(begun)
+    return {
+        "created": _pack_random_states(created),
+        "begun": packed,
+        "given": returned,
+        "order": order,
+        "indices": indices,
+    }
 
 
-def _checksum(total: int | None, indices: Any) -> int | None:
+def _update_index_checksum(total: int | None, indices: Any) -> int | None:
     """Extend the checksum *total* by indices; None if *total* is None or an index is not an integer."""
     if total is None:
         return None
@@ -292,17 +307,17 @@ def _checksum(total: int | None, indices: Any) -> int | None:
         return None
 
 
-def _read(state: LoaderState) -> LoaderState:
+def _unpack_loader_state(state: LoaderState) -> LoaderState:
     """Unpack a state when it is loaded, since the next iteration is too late to report that it is damaged."""
     if "ended" in state or "left" in state:
         return state
-    begun = None if state["begun"] is None else _unpack(state["begun"])
-    return {**state, "created": _unpack(state["created"]), "begun": begun}
+    begun = None if state["begun"] is None else _unpack_random_states(state["begun"])
+    return {**state, "created": _unpack_random_states(state["created"]), "begun": begun}
 
 
-def _pack(where: LoaderState) -> LoaderState:
+def _pack_random_states(where: LoaderState) -> LoaderState:
     return {"common": pack_rng_states(where["common"]), "own": where["own"]}
 
 
-def _unpack(packed: LoaderState) -> LoaderState:
+def _unpack_random_states(packed: LoaderState) -> LoaderState:
     return {"common": unpack_rng_states(packed["common"]), "own": packed["own"]}

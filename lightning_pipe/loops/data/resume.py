@@ -21,7 +21,7 @@ from lightning_pipe.loops.data.random_streams import (
     set_rng_states,
     unpack_rng_states,
 )
-from lightning_pipe.loops.data.resumable_loader import fixed, load_states
+from lightning_pipe.loops.data.resumable_loader import load_states, make_constant_state_getter
 from lightning_pipe.loops.data.stateful_loaders import IteratorState, load_iterator_states
 
 
@@ -53,14 +53,14 @@ class ResumePoint:
         """True if the run continues in the middle of an epoch."""
         return bool(self.streams)
 
-    def load(self, combined: CombinedLoader) -> None:
+    def load_into_loaders(self, combined: CombinedLoader) -> None:
         """Let the next iteration of each loader begin at this point."""
         load_states(combined.flattened, self.loaders)
         load_iterator_states(combined, self.loaders, self.iterators)
 
     def positions(self) -> dict[str, Any]:
         """Return the positions of loaders and their iterators in the format of a ledger's entries."""
-        loaders = [None if state is None else fixed(state) for state in self.loaders]
+        loaders = [None if state is None else make_constant_state_getter(state) for state in self.loaders]
         return {"loaders": loaders, "iterators": self.iterators}
 
     def restore_generators(self, device: torch.device) -> None:
@@ -96,20 +96,20 @@ class ResumePoint:
         }
 
     @staticmethod
-    def unpacked(packed: dict[str, Any]) -> ResumePoint:
+    def from_packed(packed: dict[str, Any]) -> ResumePoint:
         """Restore the point from the result of :meth:`packed`."""
         return ResumePoint(
             packed["loaders"],
             unpack_rng_states(packed["common"]),
             {name: unpack_rng_states(states) for name, states in packed["streams"].items()},
-            [None if iterator is None else IteratorState.unpacked(iterator) for iterator in packed["iterators"]],
+            [None if iterator is None else IteratorState.from_packed(iterator) for iterator in packed["iterators"]],
         )
 
 
 def load_state_on_all_ranks(part: str, read: Callable[[], None]) -> None:
     """Read *part* of a checkpoint. Every rank must call this."""
 
-    def checked() -> None:
+    def read_state_wrapping_errors() -> None:
         try:
             read()
         except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
@@ -120,7 +120,7 @@ def load_state_on_all_ranks(part: str, read: Callable[[], None]) -> None:
                 " only the weights of the module."
             ) from error
 
-    run_on_all_ranks(checked, f"{part} cannot be read", dist.group.WORLD)
+    run_on_all_ranks(read_state_wrapping_errors, f"{part} cannot be read", dist.group.WORLD)
 
 
 def are_equal(first: Any, second: Any) -> bool:

@@ -28,7 +28,7 @@ class SamplerState:
     """State of the samplers of one loader, which can be read and restored as plain values and tensors."""
 
     def __init__(self, loader: DataLoader[Any]) -> None:
-        self._samplers = list(_reached(loader))
+        self._samplers = list(_iterate_nested_samplers(loader))
         generators = [
             value for holder in (loader, *self._samplers) for value in vars(holder).values() if _is_generator(value)
         ]
@@ -37,7 +37,7 @@ class SamplerState:
 
     def get_state(self, *, at_end: bool = False) -> list[Any]:
         """Return the states of the generators, then the changed counters of each sampler."""
-        states = [_pack(generator) for generator in self._generators]
+        states = [_get_generator_state(generator) for generator in self._generators]
         for sampler, at_first in zip(self._samplers, self._at_first, strict=True):
             told = at_end and hasattr(sampler, "set_epoch")
             states.append({} if told else dict(_counters(sampler).items() - at_first.items()))
@@ -46,7 +46,7 @@ class SamplerState:
     def set_state(self, states: list[Any]) -> None:
         """Restore generators and counters from the result of :meth:`get_state` for an equally constructed loader."""
         for generator, state in zip(self._generators, states, strict=False):
-            _unpack(generator, state)
+            _set_generator_state(generator, state)
         changed = states[len(self._generators) :]
         for sampler, at_first, counters in zip(self._samplers, self._at_first, changed, strict=False):
             # Counters missing from the state return to their first values, since the sampler may have been used since.
@@ -56,16 +56,18 @@ class SamplerState:
 
     def shares_with(self, other: SamplerState) -> bool:
         """Return True if the state is held by the same objects as that of another loader."""
-        return [id(holder) for holder in self._stateful()] == [id(holder) for holder in other._stateful()]
+        return [id(holder) for holder in self._list_stateful_objects()] == [
+            id(holder) for holder in other._list_stateful_objects()
+        ]
 
-    def _stateful(self) -> list[Any]:
+    def _list_stateful_objects(self) -> list[Any]:
         """Return the generators, and the samplers that may have counters, which excludes PyTorch's and Lightning's."""
         libraries = ("torch.", "lightning.")
         samplers = [sampler for sampler in self._samplers if not type(sampler).__module__.startswith(libraries)]
         return [*self._generators, *samplers]
 
 
-def _reached(loader: DataLoader[Any]) -> Iterator[Any]:
+def _iterate_nested_samplers(loader: DataLoader[Any]) -> Iterator[Any]:
     """Yield the samplers of the loader, each once, outer samplers first."""
     due: list[Any] = [loader.batch_sampler, loader.sampler]
     seen: set[int] = set()
@@ -90,19 +92,23 @@ def _is_generator(value: Any) -> bool:
     return isinstance(value, (torch.Generator, random.Random, *kinds))
 
 
-def _pack(generator: Any) -> Any:
+def _get_generator_state(generator: Any) -> Any:
     if isinstance(generator, torch.Generator):
         return generator.get_state()
-    return generator.getstate() if isinstance(generator, random.Random) else _plain(_bits(generator).state)
+    return (
+        generator.getstate()
+        if isinstance(generator, random.Random)
+        else _plain(_get_numpy_bit_generator(generator).state)
+    )
 
 
-def _unpack(generator: Any, state: Any) -> None:
+def _set_generator_state(generator: Any, state: Any) -> None:
     if isinstance(generator, torch.Generator):
         generator.set_state(state)
     elif isinstance(generator, random.Random):
         generator.setstate(state)
     else:
-        _bits(generator).state = state
+        _get_numpy_bit_generator(generator).state = state
 
 
 def _plain(state: Any) -> Any:
@@ -112,7 +118,7 @@ def _plain(state: Any) -> Any:
     return state.tolist() if hasattr(state, "tolist") else state
 
 
-def _bits(generator: Any) -> Any:
+def _get_numpy_bit_generator(generator: Any) -> Any:
     """Return the bit generator of a NumPy generator."""
     bit_generator = getattr(generator, "bit_generator", None)
     return generator._bit_generator if bit_generator is None else bit_generator

@@ -17,8 +17,8 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 LoaderStateDict = dict[str, Any]
 
 
-def order_of(loader: DataLoader[Any]) -> LoaderStateDict | None:
-    """Return the order that the loader's ranks share, as numbers (see :func:`remaining_batches`); None without one."""
+def get_distributed_sampler_state(loader: DataLoader[Any]) -> LoaderStateDict | None:
+    """Return the order that the loader's ranks share, as numbers (see :func:`build_remaining_batches`), or None."""
     batches = loader.batch_sampler
     # Without automatic batching, the loader returns the dataset's entry for each index.
     sampler: Any = loader.sampler if batches is None else getattr(batches, "sampler", None)
@@ -51,7 +51,7 @@ def reshard_loader_states(
     return converted
 
 
-def remaining_batches(
+def build_remaining_batches(
     state: LoaderStateDict, dataset: Any, batch_size: int | None, drop_last: bool = False
 ) -> list[list[int]] | list[int]:
     """Return a rank's batches of the remaining samples, the same number for each rank.
@@ -65,11 +65,11 @@ def remaining_batches(
     indices, world = list(order), state["world"]
     remaining = indices[left["trained"] :]
 
-    def of_rank(rank: int) -> list[list[int]] | list[int]:
+    def build_rank_batches(rank: int) -> list[list[int]] | list[int]:
         rank_indices = remaining[rank::world]
         return rank_indices if batch_size is None else list(BatchSampler(rank_indices, batch_size, drop_last))
 
     # The first rank has the most samples, and the last rank the fewest.
-    if len(of_rank(0)) > len(of_rank(world - 1)):
+    if len(build_rank_batches(0)) > len(build_rank_batches(world - 1)):
         remaining += islice(cycle(indices), -len(remaining) % world)
-    return of_rank(state["rank"])
+    return build_rank_batches(state["rank"])

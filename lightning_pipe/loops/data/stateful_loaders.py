@@ -31,7 +31,13 @@ from lightning_pipe.loops.data.random_streams import (
     set_rng_states,
     unpack_rng_states,
 )
-from lightning_pipe.loops.data.resumable_loader import LoaderState, end_of_epoch, fixed, is_resumable, snapshot_loader
+from lightning_pipe.loops.data.resumable_loader import (
+    LoaderState,
+    get_epoch_end_loader_state,
+    make_constant_state_getter,
+    snapshot_loader,
+    was_made_resumable,
+)
 from lightning_pipe.loops.data.sampler_state import SamplerState
 from lightning_pipe.loops.data.torchdata_samplers import is_from
 
@@ -67,7 +73,7 @@ class IteratorState:
         return {**vars(self), "rng_states": None if self.rng_states is None else pack_rng_states(self.rng_states)}
 
     @staticmethod
-    def unpacked(packed: dict[str, Any]) -> IteratorState:
+    def from_packed(packed: dict[str, Any]) -> IteratorState:
         """Restore the state from the result of :meth:`packed`."""
         rng_states = packed["rng_states"]
         return IteratorState(**{**packed, "rng_states": None if rng_states is None else unpack_rng_states(rng_states)})
@@ -75,31 +81,31 @@ class IteratorState:
 
 def track_iterators(combined: CombinedLoader) -> None:
     """Record the iterators that a combined loader creates from now on from loaders with their own state."""
-    earlier = {id(watched.loader): watched for watched in _watched(combined) if watched is not None}
+    earlier = {id(watched.loader): watched for watched in _get_watched_loaders(combined) if watched is not None}
     stateful = [loader if _has_own_state(loader) else None for loader in combined.flattened]
     if any(loader is not None for loader in stateful):
         watched_loaders = [
             None if loader is None else earlier.get(id(loader), _WatchedLoader(loader)) for loader in stateful
         ]
-        if not _watched(combined):
-            combined.__class__ = _watching(type(combined))
+        if not _get_watched_loaders(combined):
+            combined.__class__ = _make_watching_loader_class(type(combined))
         vars(combined)["_lightning_pipe_watched"] = watched_loaders
 
 
 def iterator_states(combined: CombinedLoader) -> list[IteratorState | None]:
     """Return the state of each loader's iterator; None for a loader without its own state."""
-    watched = _watched(combined) or [None] * len(combined.flattened)
-    return [None if loader is None else loader.state() for loader in watched]
+    watched = _get_watched_loaders(combined) or [None] * len(combined.flattened)
+    return [None if loader is None else loader.get_iterator_state() for loader in watched]
 
 
 def loader_states(combined: CombinedLoader) -> list[Callable[[], LoaderState] | None]:
     """Return functions that give the present state of each loader; None for a loader without a state."""
-    watched = _watched(combined) or [None] * len(combined.flattened)
+    watched = _get_watched_loaders(combined) or [None] * len(combined.flattened)
     states: list[Callable[[], LoaderState] | None] = []
     for watched_loader, loader in zip(watched, combined.flattened, strict=True):
         # Until its next batch, litdata's loader gives the state of a first epoch.
         if watched_loader is not None and watched_loader.is_loaded:
-            states.append(fixed(watched_loader.loaded))
+            states.append(make_constant_state_getter(watched_loader.loaded))
         else:
             states.append(snapshot_loader(loader) if hasattr(loader, "state_dict") else None)
     return states
@@ -107,10 +113,13 @@ def loader_states(combined: CombinedLoader) -> list[Callable[[], LoaderState] | 
 
 def positions_at_end(combined: CombinedLoader) -> Positions:
     """Return the positions of loaders and iterators if their epoch is over or has not begun."""
-    watched = _watched(combined) or [None] * len(combined.flattened)
+    watched = _get_watched_loaders(combined) or [None] * len(combined.flattened)
     # To return its state, torchdata's loader would create the pending iterator, and draw random numbers.
     positions = [
-        (end_of_epoch(loader), None if watched_loader is None else replace(watched_loader.state(), replaced=True))
+        (
+            get_epoch_end_loader_state(loader),
+            None if watched_loader is None else replace(watched_loader.get_iterator_state(), replaced=True),
+        )
         if watched_loader is None or watched_loader.due is None
         else (watched_loader.loaded, watched_loader.due)
         for watched_loader, loader in zip(watched, combined.flattened, strict=True)
@@ -118,7 +127,9 @@ def positions_at_end(combined: CombinedLoader) -> Positions:
     return [loader for loader, _ in positions], [iterator for _, iterator in positions]
 
 
-def positions_after(combined: CombinedLoader, last: dict[str, Any], before: dict[str, Any], *, cut: bool) -> Positions:
+def get_positions_after_last_batch(
+    combined: CombinedLoader, last: dict[str, Any], before: dict[str, Any], *, cut: bool
+) -> Positions:
     """Return the positions of loaders and iterators at the end of an epoch, after its last batch."""
     states, iterators = positions_at_end(combined)
     for place, (present, after) in enumerate(zip(iterators, last["iterators"], strict=False)):
@@ -142,18 +153,18 @@ def load_iterator_states(
     combined: CombinedLoader, loaders: Sequence[Any], iterators: Sequence[IteratorState | None]
 ) -> None:
     """Let the next iteration of each loader with its own state continue from the position of its iterator."""
-    for watched, loader, iterator in zip(_watched(combined), loaders, iterators, strict=False):
+    for watched, loader, iterator in zip(_get_watched_loaders(combined), loaders, iterators, strict=False):
         if watched is not None and loader is not None and iterator is not None:
             watched.load(loader, iterator)
 
 
-def next_iterator_states(combined: CombinedLoader) -> dict[str, list[Any]]:
+def get_states_of_next_iterators(combined: CombinedLoader) -> dict[str, list[Any]]:
     """Return the states of the iterators that will be created next, in the format of a ledger's entries."""
-    positions = [None if loader is None else loader.peek() for loader in _watched(combined)] or [None] * len(
-        combined.flattened
-    )
+    positions = [
+        None if loader is None else loader.get_state_of_next_iterator() for loader in _get_watched_loaders(combined)
+    ] or [None] * len(combined.flattened)
     return {
-        "loaders": [None if position is None else fixed(position[0]) for position in positions],
+        "loaders": [None if position is None else make_constant_state_getter(position[0]) for position in positions],
         "iterators": [None if position is None else position[1] for position in positions],
     }
 
@@ -176,7 +187,7 @@ class _WatchedLoader:
     def __iter__(self) -> Iterator[Any]:
         due, self.due = self.due, None
         if due is not None:
-            continued = self._continued(due)
+            continued = self._recreate_iterator(due)
             if not due.replaced:
                 self.ended, self._made_with = due.ended, (due.rng_states, due.samplers)
                 return iter(()) if due.ended else _WatchedIterator(continued, self)
@@ -187,7 +198,7 @@ class _WatchedLoader:
         self._peeked_with = None
         return _WatchedIterator(iter(self.loader), self)
 
-    def _continued(self, due: IteratorState) -> Any:
+    def _recreate_iterator(self, due: IteratorState) -> Any:
         """Create the iterator of the checkpoint again, without changes to the random generators."""
         if due.samplers and is_from("torchdata", self.loader):
             SamplerState(self.loader).set_state(due.samplers)
@@ -207,7 +218,7 @@ class _WatchedLoader:
                 # From its state at the end, this loader begins the next epoch on the next iteration.
                 self.loader.load_state_dict(copy.deepcopy(self.loaded))
                 self.loader.state_dict()  # torchdata's loader creates an iterator here, and draws random numbers
-        if due.generator is not None and (generator := _generator(self.loader)) is not None:
+        if due.generator is not None and (generator := _get_loader_generator(self.loader)) is not None:
             generator.set_state(due.generator)
         return continued
 
@@ -217,7 +228,7 @@ class _WatchedLoader:
         self.loader.load_state_dict(copy.deepcopy(first))
         self.loaded, self.due, self.is_loaded = state, iterator, True
 
-    def peek(self) -> tuple[Any, IteratorState]:
+    def get_state_of_next_iterator(self) -> tuple[Any, IteratorState]:
         """Return the states of the loader and of the iterator that will be created next."""
         if self.due is not None:
             return self.loaded, self.due
@@ -225,11 +236,11 @@ class _WatchedLoader:
             self._peeked_with = rng_states, samplers = self._random_states()
             # To return its state, torchdata's loader creates an iterator.
             state = copy.deepcopy(self.loader.state_dict())
-            return state, replace(self.state(), rng_states=rng_states, samplers=samplers)
-        return copy.deepcopy(self.loader.state_dict()), replace(self.state(), replaced=True)
+            return state, replace(self.get_iterator_state(), rng_states=rng_states, samplers=samplers)
+        return copy.deepcopy(self.loader.state_dict()), replace(self.get_iterator_state(), replaced=True)
 
-    def state(self) -> IteratorState:
-        generator = _generator(self.loader)
+    def get_iterator_state(self) -> IteratorState:
+        generator = _get_loader_generator(self.loader)
         rng_states, samplers = self._made_with
         generator_state = None if generator is None else generator.get_state()
         return IteratorState(self.ended, False, rng_states, generator_state, samplers)
@@ -258,7 +269,7 @@ class _WatchedIterator(Iterator[Any]):
 
 
 @cache
-def _watching(base: type[CombinedLoader]) -> type[CombinedLoader]:
+def _make_watching_loader_class(base: type[CombinedLoader]) -> type[CombinedLoader]:
     """Return a subclass of a combined loader's class, which iterates over the watched loaders instead of its own."""
     # With a second base class, objects of *base* could not be assigned the new class.
     changed = {
@@ -271,7 +282,7 @@ def _watching(base: type[CombinedLoader]) -> type[CombinedLoader]:
 
 def _iterate_over_watched(iterate: Callable[[Any], Any], combined: Any) -> Any:
     loaders = combined.flattened
-    watched = _watched(combined)
+    watched = _get_watched_loaders(combined)
     combined.flattened = [
         loader if watched_loader is None else watched_loader
         for watched_loader, loader in zip(watched, loaders, strict=True)
@@ -282,15 +293,15 @@ def _iterate_over_watched(iterate: Callable[[Any], Any], combined: Any) -> Any:
         combined.flattened = loaders
 
 
-def _watched(combined: CombinedLoader) -> list[_WatchedLoader | None]:
+def _get_watched_loaders(combined: CombinedLoader) -> list[_WatchedLoader | None]:
     watched: list[_WatchedLoader | None] = vars(combined).get("_lightning_pipe_watched", [])
     return watched
 
 
 def _has_own_state(loader: Any) -> bool:
-    return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict") and not is_resumable(loader)
+    return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict") and not was_made_resumable(loader)
 
 
-def _generator(loader: Any) -> torch.Generator | None:
+def _get_loader_generator(loader: Any) -> torch.Generator | None:
     generator = getattr(loader, "generator", None)
     return generator if isinstance(generator, torch.Generator) else None

@@ -66,7 +66,7 @@ class SynchronizedTermination(SignalConnector):
         # Slurm ends the job at once, also a save that is still written in the background.
         if hasattr(trainer.strategy, "finish_saves"):
             trainer.strategy.finish_saves()
-        failed = run_on_rank(lambda: _requeue(job), f"job {job} cannot be requeued", group)
+        failed = run_on_rank(lambda: _requeue_slurm_job(job), f"job {job} cannot be requeued", group)
         if failed:
             rank_zero_warn(f"job {job} was not requeued, and training goes on until Slurm stops it: {failed}")
         return not failed
@@ -77,7 +77,7 @@ class SynchronizedTermination(SignalConnector):
             self.local_requeue_received = True
         elif fitting:
             super().on_slurm_signal(signum, frame)
-        elif self.trainer.is_global_zero and (failed := _requeue(_job())):  # there is nothing to save
+        elif self.trainer.is_global_zero and (failed := _requeue_slurm_job(_job())):  # there is nothing to save
             rank_zero_warn(f"job {_job()} was not requeued: {failed}")
 
     def on_sigterm(self, signum: int | signal.Signals, frame: FrameType) -> None:
@@ -100,7 +100,7 @@ def _job() -> str:
     return f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}" if array else os.environ.get("SLURM_JOB_ID", "unknown")
 
 
-def _requeue(job: str) -> str:
+def _requeue_slurm_job(job: str) -> str:
     """Put a job back into Slurm's queue. Return the reason if that is not possible."""
     try:
         done = subprocess.run(["scontrol", "requeue", job], capture_output=True, text=True, check=False)

@@ -25,9 +25,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning_pipe.engine import PipelinePlan, PlanError, SWPipeline, TrainingContext
 from lightning_pipe.engine.common.options import check_whole_number
 from lightning_pipe.engine.observe.device_clock import DeviceClock
-from lightning_pipe.engine.observe.trace import Trace, median_task_seconds
+from lightning_pipe.engine.observe.trace import TraceRecorder, median_task_seconds
 from lightning_pipe.engine.planning.plan_choice import (
-    choose_plan,
+    choose_measured_plan,
     interquartile_mean,
     max_generated_plans,
     select_survivors,
@@ -132,29 +132,29 @@ class AutoProgram(TrainingProgram):
         self._exploration = exploration
         self._chosen = chosen
         self._pipelines: dict[str, SWPipeline] = {}
-        super().__init__(self._pipeline_of(plans[0]), **arguments)
+        super().__init__(self._get_pipeline_of_plan(plans[0]), **arguments)
         self._source: Iterator[Any] | None = None
-        self._clock = _Clock(DeviceClock(device) if DeviceStreams(device, ()).available else None)
+        self._clock = _IterationClock(DeviceClock(device) if DeviceStreams(device, ()).available else None)
         # State of the current block.
         self._begun: Any = None  # start time of the current iteration
         self._to_skip = 0  # number of iterations that are not timed
         self._left = 0  # number of iterations still to be timed
         self._timed: deque[tuple[Any, Any]] = deque(maxlen=_KEPT)  # start and end of timed iterations
-        self._trace: Trace | None = None  # trace of tasks
+        self._trace: TraceRecorder | None = None  # trace of tasks
         self._draining = False  # True while only the batches in flight are trained
         self._explore()
 
-    def begin(self, source: Iterator[Any]) -> TrainingContext:
+    def begin_next_batch(self, source: Iterator[Any]) -> TrainingContext:
         self._note_time()
         if source is not self._source:
             self._source = source
-            self._begin_epoch()
+            self._replan_if_slower()
             self._to_skip = max(self._to_skip, 1)  # includes the start of the loader's workers
         if not self._draining and self._left == 0:
             self._draining = True
         while self._draining:
             try:
-                return super().begin(iter(()))
+                return super().begin_next_batch(iter(()))
             except StopIteration:
                 self._draining = False
                 self._end_block()
@@ -162,16 +162,16 @@ class AutoProgram(TrainingProgram):
             # Iterations take less or more time than usual until the pipeline is full.
             self._to_skip = self.pipeline.plan.pipeline_depth + 1
         if self._blocks and self._blocks[0].traced:
-            self._follow_trace()
+            self._adopt_callback_trace()
         timed = self._choice is None or self._exploration.replan_above is not None
         begun = self._clock.now() if timed else None
-        ctx = super().begin(source)
+        ctx = super().begin_next_batch(source)
         self._begun = begun
         return ctx
 
-    def abandon(self) -> int:
+    def abandon_batches(self) -> int:
         self._begun = None
-        return super().abandon()
+        return super().abandon_batches()
 
     def close(self) -> None:
         if self._pipelines and self._choice is None:
@@ -197,7 +197,7 @@ class AutoProgram(TrainingProgram):
 
     def _begin_block(self) -> None:
         block = self._blocks[0]
-        self.pipeline = self._pipeline_of(block.plan)
+        self.pipeline = self._get_pipeline_of_plan(block.plan)
         self._draining = False
         self._begun = None
         self._to_skip = block.plan.pipeline_depth + 1
@@ -208,7 +208,7 @@ class AutoProgram(TrainingProgram):
             self._trace = self.pipeline.trace
             self._traces = [self._trace]
 
-    def _follow_trace(self) -> None:
+    def _adopt_callback_trace(self) -> None:
         """Use the trace of a callback that has started its own recording and thereby replaced this program's trace."""
         trace = self.pipeline.trace
         if trace is None:  # the callback has stopped its recording
@@ -240,25 +240,25 @@ class AutoProgram(TrainingProgram):
             (seconds,) = self._mean_of_ranks([seconds])
             self._times.setdefault(block.plan.name, []).append(seconds)
         if not self._blocks:
-            self._blocks.extend(map(_Block, self._next_round()))
+            self._blocks.extend(map(_Block, self._select_next_round_plans()))
         if self._blocks:
             self._begin_block()
         else:
             self._choose()
 
-    def _next_round(self) -> list[PipelinePlan]:
+    def _select_next_round_plans(self) -> list[PipelinePlan]:
         """Return the plans to time in the next round, rotated by one each round; an empty list ends the search."""
         done = max(map(len, self._times.values()), default=0)
         names = list(self._by_name)
         if done >= self._exploration.rounds:
             more = done < self._exploration.rounds + self._exploration.extra_rounds
-            names = select_survivors(self._times, self._names_by_hand()) if more else []
+            names = select_survivors(self._times, self._list_hand_written_plan_names()) if more else []
         first = done % len(names) if names else 0
         return [self._by_name[name] for name in names[first:] + names[:first]]
 
     def _find_plans(self, seconds: float) -> None:
         names = list(self.pipeline.plan.tasks)
-        self._follow_trace()
+        self._adopt_callback_trace()
         trace, self._trace = self._trace, None
         if self.pipeline.trace is trace:  # a callback may have started its own recording
             self.pipeline.stop_trace()
@@ -282,12 +282,12 @@ class AutoProgram(TrainingProgram):
             proposed = [PipelinePlan.from_spec(spec, tasks) for spec in specs[:most]]
         self._by_name = {plan.name: plan for plan in [*self._hand_written, *proposed]}
 
-    def _names_by_hand(self) -> list[str]:
+    def _list_hand_written_plan_names(self) -> list[str]:
         return [plan.name for plan in self._hand_written]
 
     def _choose(self) -> None:
-        hand_written = self._names_by_hand()
-        winner = self._by_name[choose_plan(self._times, hand_written)]
+        hand_written = self._list_hand_written_plan_names()
+        winner = self._by_name[choose_measured_plan(self._times, hand_written)]
         self._choice = PlanChoice(winner, self._times, hand_written, self._seconds_of_task)
         self._blocks = deque([_Block(winner)])
         self._begin_block()
@@ -296,7 +296,7 @@ class AutoProgram(TrainingProgram):
             self._pipelines.pop(name).close()
         self._chosen(self._choice)
 
-    def _begin_epoch(self) -> None:
+    def _replan_if_slower(self) -> None:
         """Restart the search if iterations have become slower than *replan_above* allows."""
         above, choice = self._exploration.replan_above, self._choice
         if above is None or choice is None or len(self._timed) < self._exploration.iterations:
@@ -308,9 +308,9 @@ class AutoProgram(TrainingProgram):
 
     # ------------------------------------------------------------------ helpers
 
-    def _pipeline_of(self, plan: PipelinePlan) -> SWPipeline:
+    def _get_pipeline_of_plan(self, plan: PipelinePlan) -> SWPipeline:
         pipeline = self._pipelines.get(plan.name)
-        if pipeline is not None and _schedule_of(pipeline.plan) != _schedule_of(plan):
+        if pipeline is not None and _get_plan_schedule(pipeline.plan) != _get_plan_schedule(plan):
             self._pipelines.pop(plan.name).close()  # every search gives the same names to the plans that it finds
         if plan.name not in self._pipelines:
             self._pipelines[plan.name] = SWPipeline(plan, self._device, self._group)
@@ -318,14 +318,14 @@ class AutoProgram(TrainingProgram):
 
     def _typical_seconds(self) -> float:
         """Return the typical time of the timed iterations."""
-        return interquartile_mean(self._clock.seconds(self._timed))
+        return interquartile_mean(self._clock.compute_elapsed_seconds(self._timed))
 
     def _mean_of_ranks(self, values: list[float]) -> list[float]:
         """Average over ranks, so that all ranks choose the same plan."""
         return [statistics.fmean(of_ranks) for of_ranks in zip(*all_gather_objects(values, self._group), strict=True)]
 
 
-class _Clock:
+class _IterationClock:
     """Clock for start and end of iterations. Uses the device's clock if it has one, because the host runs ahead."""
 
     def __init__(self, of_device: DeviceClock | None) -> None:
@@ -334,7 +334,7 @@ class _Clock:
     def now(self) -> Any:
         return time.perf_counter() if self._of_device is None else self._of_device.record_event()
 
-    def seconds(self, marks: Collection[tuple[Any, Any]]) -> list[float]:
+    def compute_elapsed_seconds(self, marks: Collection[tuple[Any, Any]]) -> list[float]:
         """Return the seconds between the marks of each pair, after the device has reached all end marks."""
         if self._of_device is None:
             return [end - begin for begin, end in marks]
@@ -343,5 +343,5 @@ class _Clock:
         return [begin.elapsed_time(end) / 1e3 for begin, end in marks]
 
 
-def _schedule_of(plan: PipelinePlan) -> tuple[Any, ...]:
+def _get_plan_schedule(plan: PipelinePlan) -> tuple[Any, ...]:
     return tuple(plan.schedule.items()), plan.order

@@ -29,12 +29,14 @@ class BatchTransferHooks:
         self._device = trainer.strategy.root_device
         self._streams = streams
 
-    def prepare(self, batch: Any, dataloader_idx: int = 0) -> Any:
+    def prepare_batch_for_transfer(self, batch: Any, dataloader_idx: int = 0) -> Any:
         """Convert the batch for the precision plugin and call ``on_before_batch_transfer``."""
         if self._has(_PREPARES):
-            return self._streams.run_with_stream("prepare", partial(self._prepared, batch, dataloader_idx))
+            return self._streams.run_with_stream(
+                "prepare", partial(self._call_before_transfer_hook, batch, dataloader_idx)
+            )
         if is_recording_hooks(self._trainer):
-            return self._prepared(batch, dataloader_idx)
+            return self._call_before_transfer_hook(batch, dataloader_idx)
         return self._trainer.strategy.precision_plugin.convert_input(batch)
 
     def move(self, batch: Any, dataloader_idx: int = 0) -> Any:
@@ -61,13 +63,15 @@ class BatchTransferHooks:
         move, after = (data_hook(trainer, name) for name in _TRANSFERS)
         return after(move(batch, self._device, dataloader_idx), dataloader_idx)
 
-    def _prepared(self, batch: Any, dataloader_idx: int) -> Any:
+    def _call_before_transfer_hook(self, batch: Any, dataloader_idx: int) -> Any:
         batch = self._trainer.precision_plugin.convert_input(batch)
         return self._trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=dataloader_idx)
 
     def _has(self, hooks: tuple[str, ...]) -> bool:
         """Return True if the user has overridden a hook. Checked for each batch: hooks may be set during an epoch."""
-        return any(overrides_hook(holder, name) for holder in _holders(self._trainer) for name in hooks)
+        return any(
+            overrides_hook(holder, name) for holder in _list_module_and_datamodule(self._trainer) for name in hooks
+        )
 
 
 def find_user_transfer_hooks(trainer: pl.Trainer, hooks_may_leave: bool = False) -> list[str]:
@@ -81,13 +85,13 @@ def find_user_transfer_hooks(trainer: pl.Trainer, hooks_may_leave: bool = False)
         return of_strategy
     of_hooks = [
         f"{type(holder).__name__}.{name}"
-        for holder in _holders(trainer)
+        for holder in _list_module_and_datamodule(trainer)
         for name in _TRANSFERS
         if overrides_hook(holder, name)
     ]
     return [*of_hooks, *of_strategy, *(["a profiler of hooks"] if is_recording_hooks(trainer) else [])]
 
 
-def _holders(trainer: pl.Trainer) -> list[Any]:
+def _list_module_and_datamodule(trainer: pl.Trainer) -> list[Any]:
     module, datamodule = trainer.strategy.lightning_module, getattr(trainer, "datamodule", None)
     return [module] if datamodule is None else [module, datamodule]

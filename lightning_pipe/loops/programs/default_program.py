@@ -27,7 +27,7 @@ def default_tasks(transfer: Callable[[Any], Any]) -> list[PipelineTask]:
         _transfer_task(transfer),
         PipelineTask(
             TRAIN,
-            _by_caller,
+            _do_nothing,
             reads=("batch",),
             writes=(State("model"),),
             not_replayable="Lightning trains the batch, with all hooks, outside the task's function",
@@ -43,22 +43,24 @@ def _transfer_task(transfer: Callable[[Any], Any]) -> PipelineTask:
     return PipelineTask(TRANSFER, copy, reads=("batch",), writes=("batch",), not_replayable=counted)
 
 
-def _by_caller(ctx: IterContext) -> None:
+def _do_nothing(ctx: IterContext) -> None:
     """Do nothing: Lightning works on the batch between begin_step and end_step, unless the batch is skipped."""
 
 
-def default_plan(transfer: Callable[[Any], Any], plan: str | Path | PipelinePlan = "copy_ahead") -> PipelinePlan:
+def build_plan_of_default_tasks(
+    transfer: Callable[[Any], Any], plan: str | Path | PipelinePlan = "copy_ahead"
+) -> PipelinePlan:
     """Build a plan of :func:`default_tasks`."""
     tasks = default_tasks(transfer)
     if isinstance(plan, str) and plan in PLANS:
         return PipelinePlan([(tasks[0], PLANS[plan]), (tasks[1], TaskSchedule())], name=plan)
     if isinstance(plan, PipelinePlan):
-        return _checked(PipelinePlan.from_spec(plan.spec, tasks))
+        return _check_plan_fits_loop(PipelinePlan.from_spec(plan.spec, tasks))
     with open_plan_file(plan, PLANS, "pipeline") as spec:
-        return _checked(PipelinePlan.from_spec(spec, tasks))
+        return _check_plan_fits_loop(PipelinePlan.from_spec(spec, tasks))
 
 
-def _checked(plan: PipelinePlan) -> PipelinePlan:
+def _check_plan_fits_loop(plan: PipelinePlan) -> PipelinePlan:
     """Check the requirements of Lightning's loop, in addition to the engine's, and return *plan*."""
     transfer, train = plan.schedule[TRANSFER], plan.schedule[TRAIN]
     if transfer.thread_group != MAIN or train != TaskSchedule() or plan.order != (TRANSFER, TRAIN):
@@ -74,7 +76,7 @@ def _checked(plan: PipelinePlan) -> PipelinePlan:
 # ---------------------------------------------------------------------- programs
 
 
-def default_evaluation(
+def build_default_evaluation_program(
     trainer: pl.Trainer, transfer: Callable[[Any], Any], step: str, *, ahead: int = 1
 ) -> EvaluationProgram:
     """Build the program that evaluates one batch while later batches are moved to the device."""
@@ -83,7 +85,7 @@ def default_evaluation(
         _transfer_task(transfer): where,
         PipelineTask(
             "EvaluateBatch",
-            _by_caller,
+            _do_nothing,
             reads=("batch", State("model")),
             not_replayable="Lightning evaluates the batch, with all hooks, outside the task's function",
         ): TaskSchedule(),
@@ -94,5 +96,5 @@ def default_evaluation(
 
 def default_program(trainer: pl.Trainer, transfer: Callable[[Any], Any]) -> TrainingProgram:
     """Build the program that runs the default plan."""
-    pipeline = SWPipeline(default_plan(transfer), trainer.strategy.root_device)
+    pipeline = SWPipeline(build_plan_of_default_tasks(transfer), trainer.strategy.root_device)
     return TrainingProgram(pipeline, transfer=TRANSFER, step=TRAIN)

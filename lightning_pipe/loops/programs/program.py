@@ -74,7 +74,7 @@ class TrainingProgram:
         """True if the caller does the whole training of a batch in one task."""
         return not self.forward
 
-    def begin(self, source: Iterator[Any]) -> TrainingContext:
+    def begin_next_batch(self, source: Iterator[Any]) -> TrainingContext:
         """Open the period of the next batch and run it until the transfer.
 
         Args:
@@ -87,7 +87,7 @@ class TrainingProgram:
             StopIteration: every batch has been trained.
         """
         alone = self._alone is not None and self.pipeline.is_empty and self._alone()
-        begun = self.pipeline.begin_serial(source) if alone else self.pipeline.begin(source)
+        begun = self.pipeline.begin_serial_period(source) if alone else self.pipeline.begin_period(source)
         current = self.current = cast("TrainingContext", begun)  # its tasks declare the fields
         self.pipeline.run_until(self.transfer)
         if self._prepared is not None and (alone or not self.pipeline.plan.schedule[self._prepared].stage):
@@ -110,7 +110,7 @@ class TrainingProgram:
         Raises:
             SetupError: the batch's forward pass has already run, because an optimizer calls its closure more than once.
         """
-        ctx = self._current()
+        ctx = self._get_current_context()
         if ctx.has("training_step"):
             raise SetupError(
                 "the optimizer called its closure a second time for one batch, but a pipelined batch has one forward"
@@ -123,23 +123,23 @@ class TrainingProgram:
     def run_backward(self, backward: Callable[[], None]) -> None:
         """Run the period until the backward pass is done; the backward task calls *backward*."""
         assert self._backward is not None
-        self._current().run_backward = backward
+        self._get_current_context().run_backward = backward
         self.pipeline.run_until(self._backward)
 
-    def begin_step(self) -> None:
+    def begin_step_task(self) -> None:
         """Open the *step* task, whose work the caller does."""
-        self.pipeline.begin_task(self.step)
+        self.pipeline.begin_caller_task(self.step)
 
-    def end_step(self) -> None:
-        """Close the task that :meth:`begin_step` has opened."""
-        self.pipeline.end_task(self.step)
+    def end_step_task(self) -> None:
+        """Close the task that :meth:`begin_step_task` has opened."""
+        self.pipeline.end_caller_task(self.step)
 
-    def finish(self) -> None:
+    def finish_batch(self) -> None:
         """Run the rest of the period and retire its batch."""
         self.current = None
-        self.pipeline.finish()
+        self.pipeline.finish_period()
 
-    def abandon(self) -> int:
+    def abandon_batches(self) -> int:
         """Abandon the batches in flight, and return their number."""
         self.current = None
         if self._on_abandon is not None:
@@ -154,7 +154,7 @@ class TrainingProgram:
         if on_close is not None:
             on_close()
 
-    def _current(self) -> TrainingContext:
+    def _get_current_context(self) -> TrainingContext:
         assert self.current is not None, "called within a period"
         return self.current
 

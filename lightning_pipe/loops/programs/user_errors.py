@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch.distributed as dist
 
 from lightning_pipe.engine import PipelineError, TaskError
-from lightning_pipe.engine.common.errors import text_of
+from lightning_pipe.engine.common.errors import get_error_text
 
 
-def user_error(error: TaskError) -> BaseException:
+def unwrap_task_error(error: TaskError) -> BaseException:
     """Return the exception to raise for a failed task: users' exceptions keep their type, as in Lightning's loop.
 
     The main thread runs users' hooks and datasets, and users expect to catch the exceptions of these. This project's
@@ -29,11 +29,11 @@ _LOST = "another rank has ended, or does not answer. See the output of that rank
 
 def is_process_group_error(error: BaseException | None) -> bool:
     """Return True for an error of a process group: a timeout, or the loss of another rank."""
-    text = "" if error is None else text_of(error)
+    text = "" if error is None else get_error_text(error)
     return isinstance(error, dist.DistError) or "/gloo/" in text or "pair closure" in text
 
 
-def note_lost_rank(error: BaseException, world_size: int) -> None:
+def add_lost_rank_note(error: BaseException, world_size: int) -> None:
     """Add a note to errors of a process group that are caused by the loss of another rank."""
     if world_size > 1 and is_process_group_error(error) and _LOST not in getattr(error, "__notes__", ()):
         error.add_note(_LOST)

@@ -32,7 +32,7 @@ from lightning_pipe.recsys.balancing.samples import Samples, locate_sample_tenso
 from lightning_pipe.recsys.balancing.workload_gather import (
     GatheredWorkloads,
     MessageCapacity,
-    WorkloadGather,
+    PendingWorkloadGather,
     check_workloads,
 )
 
@@ -72,7 +72,7 @@ class BalanceReport:
 
 
 @dataclass(frozen=True)
-class _Partition:
+class _SampleToRankAssignment:
     """Partition that the worker has computed."""
 
     gathered: GatheredWorkloads
@@ -81,7 +81,7 @@ class _Partition:
     after: float = 1.0
 
     @property
-    def moved(self) -> float:
+    def moved_fraction(self) -> float:
         """Fraction of the samples that move to another rank."""
         if self.assignment is None or not len(self.assignment):
             return 0.0
@@ -89,16 +89,16 @@ class _Partition:
 
 
 @dataclass(frozen=True)
-class PendingExchange:
+class PendingSampleExchange:
     """Pending exchange of a batch's samples, returned by ``BatchBalancer.start``."""
 
     samples: Samples | None  # None if the batch failed, as are the workloads
     workloads: torch.Tensor | None
     error: Exception | None
-    partition: Future[_Partition] | None  # None if there is only one rank
+    partition: Future[_SampleToRankAssignment] | None  # None if there is only one rank
     local_parts: Collection[str]
 
-    def with_batch(self, batch: Any) -> PendingExchange:
+    def with_batch(self, batch: Any) -> PendingSampleExchange:
         """Return the same pending exchange for another batch object with the same samples."""
         return (
             self
@@ -186,7 +186,7 @@ class BatchBalancer:
             worker.close()
         self._is_open = False
 
-    def start(self, batch: Any, error: Exception | None = None) -> PendingExchange:
+    def start(self, batch: Any, error: Exception | None = None) -> PendingSampleExchange:
         """Start the all-gather of the workloads; a worker thread computes the partition once it has completed.
 
         Args:
@@ -198,17 +198,17 @@ class BatchBalancer:
         try:
             if error is not None:
                 raise error
-            samples = locate_sample_tensors(batch, self._real(batch), self._local_parts)
+            samples = locate_sample_tensors(batch, self._count_real_samples(batch), self._local_parts)
             workloads = self._workloads(batch, samples)
         except Exception as problem:
             error = problem
         if self._group is None:
-            return PendingExchange(samples, workloads, error, None, self._local_parts)
+            return PendingSampleExchange(samples, workloads, error, None, self._local_parts)
         gathering = self._gather(samples if error is None else None, workloads)
-        partition_future: Future[_Partition] = Future()
+        partition_future: Future[_SampleToRankAssignment] = Future()
         ranks = self._group.size()
 
-        def find() -> None:
+        def compute_partition() -> None:
             try:
                 partition_future.set_result(_partition(gathering.read(), ranks))
             except BaseException as problem:
@@ -216,10 +216,10 @@ class BatchBalancer:
 
         if self._worker is None:
             self._worker = Worker("balance")
-        self._worker.submit(find)
-        return PendingExchange(samples, workloads, error, partition_future, self._local_parts)
+        self._worker.submit(compute_partition)
+        return PendingSampleExchange(samples, workloads, error, partition_future, self._local_parts)
 
-    def finish(self, batch: Any, balance: PendingExchange) -> Any:
+    def finish(self, batch: Any, balance: PendingSampleExchange) -> Any:
         """Exchange samples and return the batch that this rank trains.
 
         Args:
@@ -232,7 +232,7 @@ class BatchBalancer:
         """
         assert self._is_open
         if self._group is None or balance.partition is None:
-            self._finish_alone(balance)
+            self._finish_without_exchange(balance)
             return batch
         partition = balance.partition.result()
         gathered = partition.gathered
@@ -249,17 +249,17 @@ class BatchBalancer:
             partition = _partition(self._gather(balance.samples, balance.workloads).read(), self._group.size())
             gathered = partition.gathered
         assert partition.assignment is not None
-        self.report = self.report.with_batch(partition.before, partition.after, partition.moved)
-        if not partition.moved:
+        self.report = self.report.with_batch(partition.before, partition.after, partition.moved_fraction)
+        if not partition.moved_fraction:
             return batch
         return exchange_samples(balance.samples, gathered, partition.assignment, self._group, self._kind)
 
-    def _gather(self, samples: Samples | None, workloads: torch.Tensor | None) -> WorkloadGather:
+    def _gather(self, samples: Samples | None, workloads: torch.Tensor | None) -> PendingWorkloadGather:
         assert self._group is not None
         device = collective_device(self._group, self._device)
-        return WorkloadGather(samples, workloads, self._capacity, self._group, device)
+        return PendingWorkloadGather(samples, workloads, self._capacity, self._group, device)
 
-    def _finish_alone(self, balance: PendingExchange) -> None:
+    def _finish_without_exchange(self, balance: PendingSampleExchange) -> None:
         """Raise the errors that several ranks would raise; a single process has no samples to exchange."""
         if balance.error is not None:
             raise balance.error
@@ -268,7 +268,7 @@ class BatchBalancer:
         check_workloads(workloads, np.zeros(len(workloads), np.int32))
         self.report = self.report.with_batch(1.0, 1.0, 0.0)
 
-    def _real(self, batch: Any) -> int | None:
+    def _count_real_samples(self, batch: Any) -> int | None:
         if self._num_samples is None:
             return None
         if isinstance(self._num_samples, str):
@@ -302,16 +302,16 @@ class BatchBalancer:
         return workloads[: samples.num_samples].detach().to(torch.float64).contiguous()
 
 
-def _partition(gathered: GatheredWorkloads, ranks: int) -> _Partition:
+def _partition(gathered: GatheredWorkloads, ranks: int) -> _SampleToRankAssignment:
     if not gathered.complete:
-        return _Partition(gathered)
+        return _SampleToRankAssignment(gathered)
     check_workloads(gathered.workloads, gathered.source)
     assignment = partition_samples(gathered.workloads, gathered.source, ranks)
     before, after = (
         imbalance(sum_workloads_by_rank(gathered.workloads, rank_of, ranks))
         for rank_of in (gathered.source, assignment)
     )
-    return _Partition(gathered, assignment, before, after)
+    return _SampleToRankAssignment(gathered, assignment, before, after)
 
 
 def _described(value: Any) -> str:

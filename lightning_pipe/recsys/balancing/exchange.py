@@ -37,15 +37,15 @@ def exchange_samples(
         return counted.astype(np.int64).reshape(ranks, ranks)
 
     totals = [sizes(ids) for ids in gathered.totals]
-    of_streams = [totals[place] * each for place, each in samples.stream_bytes]
+    of_streams = [totals[place] * each for place, each in samples.bytes_per_jagged_entry]
     picks = torch.from_numpy(order).to(samples.device)
-    rows = _send(group, kind, samples.pack_rows(picks), sizes() * samples.row_bytes)
+    rows = _start_byte_exchange(group, kind, samples.pack_rows(picks), sizes() * samples.row_bytes)
     streams = samples.pack_streams(picks, [int(table[me].sum()) for table in totals])
     ids = None
     if streams:
         split = [stream.split(size[me].tolist()) for stream, size in zip(streams, of_streams, strict=True)]
         by_rank = torch.cat([part for to_rank in zip(*split, strict=True) for part in to_rank])
-        ids = _send(group, kind, by_rank, sum(of_streams))
+        ids = _start_byte_exchange(group, kind, by_rank, sum(of_streams))
     received_rows = rows()
     received: list[Tensor] = []
     if ids is not None:
@@ -55,7 +55,9 @@ def exchange_samples(
     return samples.rebuild_batch(received_rows, received)
 
 
-def _send(group: dist.ProcessGroup, kind: ExchangeKind, sent: Tensor, sizes: Any) -> Callable[[], Tensor]:
+def _start_byte_exchange(
+    group: dist.ProcessGroup, kind: ExchangeKind, sent: Tensor, sizes: Any
+) -> Callable[[], Tensor]:
     """Submit bytes ordered by destination; return a function that waits for the bytes received from all ranks."""
     me, device = group.rank(), sent.device
     sent = sent.to(collective_device(group, device))
@@ -78,10 +80,10 @@ def _send(group: dist.ProcessGroup, kind: ExchangeKind, sent: Tensor, sizes: Any
     work = dist.all_gather(list(gathered), padded, group=group, async_op=True)
     begins = sizes[:, :me].sum(1).tolist()
 
-    def pick() -> Tensor:
+    def wait_and_select_received_bytes() -> Tensor:
         work.wait()
         ends = [begin + size for begin, size in zip(begins, sizes[:, me].tolist(), strict=True)]
         parts = [row[begin:end] for row, begin, end in zip(gathered, begins, ends, strict=True)]
         return torch.cat(parts).to(device)
 
-    return pick
+    return wait_and_select_received_bytes

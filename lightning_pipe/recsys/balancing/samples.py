@@ -19,7 +19,7 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from lightning_pipe.engine.common.errors import InputError
-from lightning_pipe.recsys.batches.traversal import LEAF_TYPES, BatchPath, children, field_names, format_path
+from lightning_pipe.recsys.batches.traversal import LEAF_TYPES, BatchPath, field_names, format_path, iterate_children
 
 _PLAIN = (str, bytes, int, float, complex, bool, type(None))
 
@@ -55,11 +55,11 @@ class Samples:
     @property
     def device(self) -> torch.device:
         """Device of the samples."""
-        tensors = [_tensor(piece) for piece in self._dense] + [piece.lengths for piece in self._jagged]
+        tensors = [_unwrap_keyed_tensor(piece) for piece in self._dense] + [piece.lengths for piece in self._jagged]
         return tensors[0].device
 
     @property
-    def totals(self) -> list[Tensor]:
+    def id_counts_per_sample(self) -> list[Tensor]:
         """Number of ids of each real sample, for each jagged tensor."""
         return [jagged.totals[: self.num_samples] for jagged in self._jagged]
 
@@ -78,12 +78,12 @@ class Samples:
     @property
     def row_bytes(self) -> int:
         """Number of bytes of a row."""
-        dense = (_tensor(piece) for piece in self._dense)
+        dense = (_unwrap_keyed_tensor(piece) for piece in self._dense)
         lengths = (jagged.lengths for jagged in self._jagged)
         return sum(_bytes_each(tensor) for tensor in (*dense, *lengths))
 
     @property
-    def stream_bytes(self) -> list[tuple[int, int]]:
+    def bytes_per_jagged_entry(self) -> list[tuple[int, int]]:
         """For each stream, the index of its jagged tensor and the number of bytes of an entry."""
         return [(place, _bytes_each(stream)) for place, jagged in enumerate(self._jagged) for stream in jagged.streams]
 
@@ -91,7 +91,7 @@ class Samples:
 
     def pack_rows(self, order: Tensor) -> Tensor:
         """Return the rows of the real samples in *order*, as concatenated bytes."""
-        columns = [_as_bytes(_tensor(piece).detach().index_select(0, order)) for piece in self._dense]
+        columns = [_as_bytes(_unwrap_keyed_tensor(piece).detach().index_select(0, order)) for piece in self._dense]
         columns += [_as_bytes(jagged.lengths.index_select(0, order)) for jagged in self._jagged]
         return torch.cat(columns, dim=1).reshape(-1)
 
@@ -99,7 +99,7 @@ class Samples:
         """Return the streams of the real samples in *order*, as bytes."""
         packed: list[Tensor] = []
         for jagged, total in zip(self._jagged, totals, strict=True):
-            picks = _by_sample(jagged, order, total)
+            picks = _compute_value_indices_of_samples(jagged, order, total)
             packed += [_as_bytes(stream.detach().index_select(0, picks)).reshape(-1) for stream in jagged.streams]
         return packed
 
@@ -110,7 +110,7 @@ class Samples:
         replacements: dict[int, Any] = {}
         table, begin = rows.view(self.num_samples, self.row_bytes), 0
 
-        def columns(like: Tensor) -> Tensor:
+        def unpack_next_column(like: Tensor) -> Tensor:
             nonlocal begin
             width = _bytes_each(like)
             column_bytes = table[:, begin : begin + width].clone(memory_format=torch.contiguous_format)
@@ -119,28 +119,28 @@ class Samples:
             return real if self.num_samples == self.num_rows else torch.cat([real, like.detach()[self.num_samples :]])
 
         for piece in self._dense:
-            column = columns(_tensor(piece))
+            column = unpack_next_column(_unwrap_keyed_tensor(piece))
             replacements[id(piece)] = (
                 column if isinstance(piece, Tensor) else KeyedTensor(piece.keys(), piece.length_per_key(), column)
             )
         remaining_streams = iter(streams)
         for jagged in self._jagged:
-            lengths = columns(jagged.lengths)
+            lengths = unpack_next_column(jagged.lengths)
             values = [next(remaining_streams).view(like.dtype).view(-1, *like.shape[1:]) for like in jagged.streams]
-            replacements[id(jagged.piece)] = self._jagged_piece(jagged, lengths, values)
+            replacements[id(jagged.piece)] = self._rebuild_jagged(jagged, lengths, values)
         return _rebuilt(self._batch, replacements, {})
 
-    def _jagged_piece(self, jagged: _Jagged, lengths: Tensor, by_sample: list[Tensor]) -> Any:
+    def _rebuild_jagged(self, jagged: _Jagged, lengths: Tensor, by_sample: list[Tensor]) -> Any:
         if self.num_samples < self.num_rows:
             padding = torch.arange(self.num_samples, self.num_rows, device=lengths.device)
-            picks = _by_sample(jagged, padding, int(jagged.totals[self.num_samples :].sum()))
+            picks = _compute_value_indices_of_samples(jagged, padding, int(jagged.totals[self.num_samples :].sum()))
             by_sample = [
                 torch.cat([stream, original[picks]]) for stream, original in zip(by_sample, jagged.streams, strict=True)
             ]
         starts = _offsets(lengths.reshape(-1)).view_as(lengths).t().reshape(-1)
         by_key = lengths.t().reshape(-1)
         if lengths.shape[1] != 1:
-            picks = _segments(starts, by_key, len(by_sample[0]))
+            picks = _concatenate_ranges(starts, by_key, len(by_sample[0]))
             by_sample = [stream.index_select(0, picks) for stream in by_sample]
         values, weights = (*by_sample, None)[:2]
         piece = jagged.piece
@@ -154,7 +154,7 @@ def locate_sample_tensors(batch: Any, real: int | None = None, keep: Collection[
     pieces: dict[int, tuple[str, Any]] = {}
     other_parts: list[tuple[str, Any]] = []
     kept_names: set[str] = set()
-    for path, value in _walk(batch, (), (), keep):
+    for path, value in _iterate_batch_parts(batch, (), (), keep):
         name = format_path(path)
         if name in keep:
             kept_names.add(name)
@@ -187,7 +187,7 @@ def locate_sample_tensors(batch: Any, real: int | None = None, keep: Collection[
                 " balancer's local_parts"
             )
     for name, value in other_parts:
-        if _per_sample(value, rows):
+        if _has_entry_per_sample(value, rows):
             raise InputError(
                 f"{name} is a {type(value).__name__} with one entry for each of {rows} samples, and only tensors can be"
                 f" exchanged. Make it a tensor or, if it belongs to the batch as a whole, name it in the balancer's"
@@ -200,25 +200,27 @@ def locate_sample_tensors(batch: Any, real: int | None = None, keep: Collection[
             f" expected 0 to {rows}"
         )
     jagged = [
-        _jagged_of(name, piece, rows)
+        _make_jagged_view(name, piece, rows)
         for name, piece in named_pieces
         if isinstance(piece, (KeyedJaggedTensor, JaggedTensor))
     ]
     dense = [piece for _, piece in named_pieces if isinstance(piece, (Tensor, KeyedTensor))]
-    return Samples(batch, rows, real, dense, jagged, [(name, _form(piece)) for name, piece in named_pieces])
+    return Samples(
+        batch, rows, real, dense, jagged, [(name, _describe_tensor_or_kjt(piece)) for name, piece in named_pieces]
+    )
 
 
 # ---------------------------------------------------------------------- the parts of a batch
 
 
-def _walk(
+def _iterate_batch_parts(
     value: Any, path: BatchPath, parents: tuple[int, ...], keep: Collection[str]
 ) -> Iterator[tuple[BatchPath, Any]]:
     yield path, value
     if isinstance(value, LEAF_TYPES) or id(value) in parents or format_path(path) in keep:
         return
-    for step, child in children(value):
-        yield from _walk(child, (*path, step), (*parents, id(value)), keep)
+    for step, child in iterate_children(value):
+        yield from _iterate_batch_parts(child, (*path, step), (*parents, id(value)), keep)
 
 
 def _rows(name: str, piece: Any) -> int:
@@ -231,7 +233,7 @@ def _rows(name: str, piece: Any) -> int:
         return piece.stride()
     if isinstance(piece, JaggedTensor):
         return len(piece.lengths())
-    tensor = _tensor(piece)
+    tensor = _unwrap_keyed_tensor(piece)
     if tensor.is_nested or tensor.layout != torch.strided:
         raise InputError(
             f"{name} is a nested or sparse tensor; expected a dense tensor or one of TorchRec's jagged tensors"
@@ -239,14 +241,14 @@ def _rows(name: str, piece: Any) -> int:
     return len(tensor)
 
 
-def _per_sample(value: Any, rows: int) -> bool:
+def _has_entry_per_sample(value: Any, rows: int) -> bool:
     if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
         return rows > 0 and len(value) == rows and all(isinstance(entry, _PLAIN) for entry in value)
     shape = getattr(value, "shape", None)  # arrays of NumPy and similar libraries
     return isinstance(shape, tuple) and len(shape) > 0 and shape[0] == rows
 
 
-def _jagged_of(name: str, piece: Any, rows: int) -> _Jagged:
+def _make_jagged_view(name: str, piece: Any, rows: int) -> _Jagged:
     # Checked on the CPU only: on a GPU the check would synchronize.
     if not piece.lengths().is_cuda:
         total, ids = int(piece.lengths().sum()), len(piece.values())
@@ -258,15 +260,15 @@ def _jagged_of(name: str, piece: Any, rows: int) -> _Jagged:
             )
     weights = piece.weights_or_none()
     streams = [piece.values()] if weights is None else [piece.values(), weights]
-    lengths = piece.lengths().view(-1, rows) if rows else piece.lengths().view(_keys(piece), 0)
+    lengths = piece.lengths().view(-1, rows) if rows else piece.lengths().view(_count_feature_keys(piece), 0)
     return _Jagged(piece, lengths.t(), streams, lengths.sum(0, dtype=torch.int64))
 
 
-def _keys(piece: Any) -> int:
+def _count_feature_keys(piece: Any) -> int:
     return len(piece.keys()) if isinstance(piece, KeyedJaggedTensor) else 1
 
 
-def _form(piece: Any) -> str:
+def _describe_tensor_or_kjt(piece: Any) -> str:
     if isinstance(piece, Tensor):
         return f"tensor of {piece.dtype}, rows of {list(piece.shape[1:])}"
     if isinstance(piece, KeyedTensor):
@@ -280,7 +282,7 @@ def _form(piece: Any) -> str:
     )
 
 
-def _tensor(piece: Tensor | KeyedTensor) -> Tensor:
+def _unwrap_keyed_tensor(piece: Tensor | KeyedTensor) -> Tensor:
     return piece.values() if isinstance(piece, KeyedTensor) else piece
 
 
@@ -291,13 +293,13 @@ def _rebuilt(value: Any, replacements: Mapping[int, Any], seen: dict[int, Any]) 
     if isinstance(value, LEAF_TYPES) or id(value) in seen:
         return seen.get(id(value), value)
     seen[id(value)] = value  # also ends a cycle
-    parts = [(step, child, _rebuilt(child, replacements, seen)) for step, child in children(value)]
+    parts = [(step, child, _rebuilt(child, replacements, seen)) for step, child in iterate_children(value)]
     if any(child is not rebuilt for _, child, rebuilt in parts):
-        seen[id(value)] = _with_parts(value, [rebuilt for _, _, rebuilt in parts])
+        seen[id(value)] = _copy_with_parts(value, [rebuilt for _, _, rebuilt in parts])
     return seen[id(value)]
 
 
-def _with_parts(value: Any, parts: list[Any]) -> Any:
+def _copy_with_parts(value: Any, parts: list[Any]) -> Any:
     build: Callable[..., Any] = type(value)
     if isinstance(value, Mapping):
         entries = dict(zip(value, parts, strict=True))
@@ -319,19 +321,19 @@ def _with_parts(value: Any, parts: list[Any]) -> Any:
 # ---------------------------------------------------------------------- segments and bytes
 
 
-def _by_sample(jagged: _Jagged, order: Tensor, total: int) -> Tensor:
+def _compute_value_indices_of_samples(jagged: _Jagged, order: Tensor, total: int) -> Tensor:
     """Indices of the samples' ids in the streams, ordered by sample and then by key."""
     keys_first = jagged.lengths.t().reshape(-1)
     starts = _offsets(keys_first).view(jagged.lengths.shape[1], -1).t()
     picked = jagged.lengths.index_select(0, order)
-    return _segments(starts.index_select(0, order).reshape(-1), picked.reshape(-1), total)
+    return _concatenate_ranges(starts.index_select(0, order).reshape(-1), picked.reshape(-1), total)
 
 
 def _offsets(lengths: Tensor) -> Tensor:
     return torch.cumsum(lengths, 0, dtype=torch.int64) - lengths
 
 
-def _segments(starts: Tensor, lengths: Tensor, total: int) -> Tensor:
+def _concatenate_ranges(starts: Tensor, lengths: Tensor, total: int) -> Tensor:
     """Concatenated ranges ``start .. start + length - 1``; *total* is the sum of the lengths."""
     shifts = torch.repeat_interleave(starts - _offsets(lengths), lengths, output_size=total)
     return shifts + torch.arange(total, device=starts.device)

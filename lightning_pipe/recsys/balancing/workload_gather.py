@@ -60,7 +60,7 @@ def check_workloads(workloads: npt.NDArray[np.float64], source: npt.NDArray[np.i
         )
 
 
-class WorkloadGather:
+class PendingWorkloadGather:
     """All-gather of a message in flight. Created on the thread that submits collectives; may be read on any thread."""
 
     def __init__(
@@ -76,12 +76,12 @@ class WorkloadGather:
         if samples is None or workloads is None:
             message[0] = 1
         else:
-            head = [0, samples.num_samples, len(samples.totals), _digest(samples.description)]
+            head = [0, samples.num_samples, len(samples.id_counts_per_sample), _hash_description(samples.description)]
             message[:_HEAD] = torch.tensor(head)
-            if samples.num_samples <= capacity.samples and len(samples.totals) == capacity.jagged:
+            if samples.num_samples <= capacity.samples and len(samples.id_counts_per_sample) == capacity.jagged:
                 table = message[_HEAD:].view(1 + capacity.jagged, capacity.samples)[:, : samples.num_samples]
                 table[0].copy_(workloads.view(torch.int64))
-                for row, totals in zip(table[1:], samples.totals, strict=True):
+                for row, totals in zip(table[1:], samples.id_counts_per_sample, strict=True):
                     row.copy_(totals)
         self._messages = message.new_empty(group.size(), len(message))
         self._work = dist.all_gather(list(self._messages), message, group=group, async_op=True)
@@ -120,6 +120,6 @@ class WorkloadGather:
         return GatheredWorkloads(failed, forms_differ, needed, complete, source, table[0].view(np.float64), table[1:])
 
 
-def _digest(description: list[tuple[str, str]]) -> int:
+def _hash_description(description: list[tuple[str, str]]) -> int:
     """63-bit digest of the description, the same on every rank."""
     return int.from_bytes(hashlib.sha256(json.dumps(description).encode()).digest()[:8], "big") >> 1

@@ -24,7 +24,7 @@ from lightning_pipe.engine.ranks.process_groups import new_group
 _groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
 
 
-class TokenCount:
+class GlobalTokenCount:
     """Token count of all ranks, gathered asynchronously.
 
     Collective: every rank creates one for each of its batches, in the same order, on the main thread. The first one in
@@ -49,11 +49,11 @@ class TokenCount:
     def __init__(self, tokens: torch.Tensor | float, group: dist.ProcessGroup | None = None) -> None:
         error: InputError | None = None
         try:
-            count = _count_of(tokens)
+            count = _to_count_tensor(tokens)
         except InputError as wrong:
             # The other ranks wait for this rank's count; NaN marks it as invalid.
             count, error = torch.tensor([torch.nan], dtype=torch.float64), wrong
-        self._group = _own_group() if group is None else group
+        self._group = _get_token_count_group() if group is None else group
         self._work: dist.Work | None = None
         self._counts = count
         if self._group is not None:
@@ -64,7 +64,7 @@ class TokenCount:
             raise error
 
     @property
-    def ranks(self) -> int:
+    def num_ranks(self) -> int:
         """Number of ranks."""
         return len(self._counts)
 
@@ -99,32 +99,32 @@ class TokenCount:
                 autograd graph.
         """
         total = self.total().to(loss_sum.device)
-        return loss_sum * (self.ranks / total.masked_fill(total == 0, 1.0)).to(loss_sum.dtype)
+        return loss_sum * (self.num_ranks / total.masked_fill(total == 0, 1.0)).to(loss_sum.dtype)
 
 
-def token_weighted_mean(loss_sum: torch.Tensor, tokens: TokenCount | torch.Tensor | float) -> torch.Tensor:
+def token_weighted_mean(loss_sum: torch.Tensor, tokens: GlobalTokenCount | torch.Tensor | float) -> torch.Tensor:
     """Loss of this rank whose gradients, averaged over ranks, are those of the mean loss over all ranks' tokens.
 
     Example::
 
         def training_step(self, batch, batch_idx):
-            tokens = TokenCount(batch.mask.sum())  # travels during the forward pass
+            tokens = GlobalTokenCount(batch.mask.sum())  # travels during the forward pass
             losses = cross_entropy(self(batch), batch.targets, reduction="none") * batch.mask
             return token_weighted_mean(losses.sum(), tokens)
 
     Args:
         loss_sum: sum of the losses of this rank's tokens.
-        tokens: number of these tokens, >= 0; or a :class:`TokenCount` created earlier, whose all-gather overlaps with
-            the forward pass.
+        tokens: number of these tokens, >= 0; or a :class:`GlobalTokenCount` created earlier, whose all-gather overlaps
+            with the forward pass.
 
     Raises:
-        InputError: See :class:`TokenCount` and :meth:`TokenCount.total`.
+        InputError: See :class:`GlobalTokenCount` and :meth:`GlobalTokenCount.total`.
     """
-    count = tokens if isinstance(tokens, TokenCount) else TokenCount(tokens)
+    count = tokens if isinstance(tokens, GlobalTokenCount) else GlobalTokenCount(tokens)
     return count.mean(loss_sum)
 
 
-def _count_of(tokens: object) -> torch.Tensor:
+def _to_count_tensor(tokens: object) -> torch.Tensor:
     """Return the count as a float64 tensor of one element."""
     try:
         count = torch.as_tensor(tokens).detach().to(torch.float64).reshape(1)
@@ -136,7 +136,7 @@ def _count_of(tokens: object) -> torch.Tensor:
     return count
 
 
-def _own_group() -> dist.ProcessGroup | None:
+def _get_token_count_group() -> dist.ProcessGroup | None:
     world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
     if world is None or world.size() == 1:
         return None

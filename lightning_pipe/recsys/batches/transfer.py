@@ -14,7 +14,7 @@ from lightning_pipe.engine import InputError
 _PLAIN = (str, bytes, int, float, bool, complex, type(None))
 
 
-def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+def move_tensor_to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return a tensor on *device*, without waiting for the copy from the host."""
     if device.type == "cuda" and not tensor.is_cuda:
         tensor = tensor.pin_memory()
@@ -23,21 +23,21 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 def check_movable(batch: Any) -> None:
     """Refuse a batch with a part of a type that cannot be moved, which would otherwise silently stay where it is."""
-    _check(batch, "batch")
+    _check_batch_movable_to_device(batch, "batch")
 
 
-def _check(value: Any, where: str) -> None:
+def _check_batch_movable_to_device(value: Any, where: str) -> None:
     if isinstance(value, (torch.Tensor, *_PLAIN)) or callable(getattr(value, "to", None)):
         return
     if isinstance(value, Mapping):
         for key, entry in value.items():
-            _check(entry, f"{where}[{key!r}]")
+            _check_batch_movable_to_device(entry, f"{where}[{key!r}]")
     elif isinstance(value, (list, tuple)):
         for index, entry in enumerate(value):
-            _check(entry, f"{where}[{index}]")
+            _check_batch_movable_to_device(entry, f"{where}[{index}]")
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
-            _check(getattr(value, field.name), f"{where}.{field.name}")
+            _check_batch_movable_to_device(getattr(value, field.name), f"{where}.{field.name}")
     else:
         raise InputError(
             f"{where} is of type {type(value).__qualname__}, which cannot be moved to a device; expected a tensor, an"

@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
-from lightning_pipe._compat.torchrec import same_tensors
+from lightning_pipe._compat.torchrec import kjts_share_tensors
 
 LEAF_TYPES = (torch.Tensor, KeyedJaggedTensor, JaggedTensor, KeyedTensor)
 _OPAQUE = (str, bytes, bytearray, bool, int, float, complex, type, torch.nn.Module)
 
 
 @dataclasses.dataclass(frozen=True)
-class Attribute:
+class AttributeStep:
     """Step of a path: an attribute of the current object."""
 
     name: str
@@ -34,7 +34,7 @@ class Attribute:
 
 
 @dataclasses.dataclass(frozen=True)
-class Item:
+class ItemStep:
     """Step of a path: an element of the current sequence, or the value of a key of the current mapping."""
 
     key: Any
@@ -46,7 +46,7 @@ class Item:
         return f"[{self.key!r}]"
 
 
-BatchPath = tuple[Attribute | Item, ...]
+BatchPath = tuple[AttributeStep | ItemStep, ...]
 
 
 def iterate_leaves(batch: Any) -> Iterator[tuple[BatchPath, Any]]:
@@ -55,32 +55,32 @@ def iterate_leaves(batch: Any) -> Iterator[tuple[BatchPath, Any]]:
     The order is fixed: depth first, fields as declared, mappings in their own order. An object that is reachable over
     two paths is yielded for both; a cycle is entered once.
     """
-    yield from _walk(batch, (), ())
+    yield from _iterate_nested_leaves(batch, (), ())
 
 
-def _walk(value: Any, path: BatchPath, parents: tuple[int, ...]) -> Iterator[tuple[BatchPath, Any]]:
+def _iterate_nested_leaves(value: Any, path: BatchPath, parents: tuple[int, ...]) -> Iterator[tuple[BatchPath, Any]]:
     if isinstance(value, LEAF_TYPES):
         yield path, value
         return
     if id(value) in parents:
         return
     parents = (*parents, id(value))
-    for step, child in children(value):
-        yield from _walk(child, (*path, step), parents)
+    for step, child in iterate_children(value):
+        yield from _iterate_nested_leaves(child, (*path, step), parents)
 
 
-def children(value: Any) -> Iterator[tuple[Attribute | Item, Any]]:
+def iterate_children(value: Any) -> Iterator[tuple[AttributeStep | ItemStep, Any]]:
     """Yield ``(step, part)`` for the entries, elements or attributes of ``value``."""
     if value is None or isinstance(value, _OPAQUE):
         return
     if isinstance(value, Mapping):
-        yield from ((Item(key), child) for key, child in value.items())
+        yield from ((ItemStep(key), child) for key, child in value.items())
     elif isinstance(value, tuple) and hasattr(value, "_fields"):  # a named tuple: names are more readable than indices
-        yield from ((Attribute(name), getattr(value, name)) for name in value._fields)
+        yield from ((AttributeStep(name), getattr(value, name)) for name in value._fields)
     elif isinstance(value, Sequence):
-        yield from ((Item(index), child) for index, child in enumerate(value))
+        yield from ((ItemStep(index), child) for index, child in enumerate(value))
     else:
-        yield from ((Attribute(name), getattr(value, name)) for name in field_names(value) if hasattr(value, name))
+        yield from ((AttributeStep(name), getattr(value, name)) for name in field_names(value) if hasattr(value, name))
 
 
 def field_names(value: Any) -> list[str]:
@@ -117,4 +117,4 @@ def is_same_leaf(first: Any, second: Any) -> bool:
         return True
     if type(first) is not type(second) or not isinstance(first, KeyedJaggedTensor):
         return False
-    return first.keys() == second.keys() and same_tensors(first, second)
+    return first.keys() == second.keys() and kjts_share_tensors(first, second)

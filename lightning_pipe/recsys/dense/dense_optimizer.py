@@ -12,7 +12,7 @@ from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.recsys.kernels.table_optimizer import class_name
 
 
-class TableParameters:
+class TableParameterRegistry:
     """Table parameters by identity, each with its name.
 
     A user's ``configure_optimizers`` may list the sharded parameters or those that the module held before sharding. The
@@ -41,7 +41,7 @@ class TableParameters:
         return iter(self._sharded.items())
 
 
-def remove_table_parameters(optimizer: torch.optim.Optimizer, tables: TableParameters) -> list[str]:
+def remove_table_parameters(optimizer: torch.optim.Optimizer, tables: TableParameterRegistry) -> list[str]:
     """Remove tables from an optimizer's parameter groups, because table optimizers step them inside backward."""
     dense_groups: list[list[nn.Parameter]] = []
     removed: dict[str, None] = {}

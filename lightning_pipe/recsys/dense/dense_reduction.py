@@ -64,12 +64,12 @@ class DenseGradientReducer:
         self._pending_works: list[dist.Work] = []
         self._follow_requires_grad()
 
-    def prepare(self) -> None:
+    def prepare_for_backward(self) -> None:
         """Prepare for a backward, during which full buckets are launched.
 
         If an earlier backward raised, its reductions are finished first, as by :meth:`reset`.
         """
-        self.reset()
+        self.finish_failed_backward()
         pending_works, self._pending_works = self._pending_works, []
         for work in pending_works:
             work.wait()
@@ -99,7 +99,7 @@ class DenseGradientReducer:
             )
         self._launch_full()
 
-    def discard_averages(self) -> None:
+    def discard_averaged_gradients(self) -> None:
         """Replace :meth:`finalize`: leave ``.grad`` unchanged, and wait only when the next step begins."""
         if not self._armed:
             return
@@ -107,7 +107,7 @@ class DenseGradientReducer:
         self._pending_works = [bucket.work for bucket in self._buckets if bucket.work is not None]
         self._disarm()
 
-    def reset(self) -> None:
+    def finish_failed_backward(self) -> None:
         """Replace :meth:`finalize` after a backward that raised: leave ``.grad`` of this rank unchanged.
 
         Buckets that were not launched are sent with their current contents. Every rank calls ``reset`` or ``finalize``,
@@ -153,7 +153,7 @@ class DenseGradientReducer:
         self._buckets = [_Bucket(part, self._group) for part in parts]
         for bucket in self._buckets:
             for name, parameter in bucket.parameters:
-                hook = partial(self._receive, bucket, name)
+                hook = partial(self._mark_gradient_arrived, bucket, name)
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
 
     def _forget_buckets(self) -> None:
@@ -163,7 +163,7 @@ class DenseGradientReducer:
 
     # ------------------------------------------------------------------ one step
 
-    def _receive(self, bucket: _Bucket, name: str, parameter: torch.Tensor) -> None:
+    def _mark_gradient_arrived(self, bucket: _Bucket, name: str, parameter: torch.Tensor) -> None:
         """Mark a gradient as arrived and launch full buckets."""
         if not self._armed:
             return

@@ -26,7 +26,7 @@ def _dense_modules(module: nn.Module, tables: set[nn.Module]) -> list[tuple[str,
     return list({id(current): (name, current) for name, current in reversed(modules)}.values())[::-1]
 
 
-def _own_meta(module: nn.Module) -> list[str]:
+def _find_meta_tensor_names(module: nn.Module) -> list[str]:
     return [
         name
         for tensors in (module._parameters, module._buffers)
@@ -38,7 +38,7 @@ def _own_meta(module: nn.Module) -> list[str]:
 def check_dense_initializable(module: nn.Module, tables: set[nn.Module]) -> None:
     """Check that every dense tensor on the meta device can be initialized."""
     for name, current in _dense_modules(module, tables):
-        meta = _own_meta(current)
+        meta = _find_meta_tensor_names(current)
         if meta and not callable(getattr(current, "reset_parameters", None)):
             raise SetupError(
                 f"{', '.join(f'{name}.{tensor_name}' if name else tensor_name for tensor_name in meta)} is on the"
@@ -56,7 +56,7 @@ def materialize_dense(module: nn.Module, tables: set[nn.Module], device: torch.d
     """
     materialized: dict[int, torch.Tensor] = {}
     for _, current in _dense_modules(module, tables):
-        meta = _own_meta(current)
+        meta = _find_meta_tensor_names(current)
         for name in meta:
             tensor = getattr(current, name)
             if id(tensor) not in materialized:

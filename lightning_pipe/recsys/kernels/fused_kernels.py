@@ -13,13 +13,13 @@ import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
 
-from lightning_pipe._compat.torchrec import lookups_of, restore_lookup, snapshot_lookup
+from lightning_pipe._compat.torchrec import lookups_of, restore_last_lookup, snapshot_last_lookup
 
 # Attribute of a kernel for the optimizer that trains its tables in place of its own.
 ROW_OPTIMIZER = "_lightning_pipe_row_optimizer"
 
 
-def fused_kernels(module: torch.nn.Module) -> list[SplitTableBatchedEmbeddingBagsCodegen]:
+def find_fused_kernels(module: torch.nn.Module) -> list[SplitTableBatchedEmbeddingBagsCodegen]:
     """Return the fused lookup kernels inside a sharded module, each once."""
     kernels: dict[int, SplitTableBatchedEmbeddingBagsCodegen] = {}
     for child in module.modules():
@@ -35,10 +35,10 @@ def moves_rows_at_zero_gradient(module: torch.nn.Module) -> bool:
 
     Possible causes are its momentum, weight decay, or a division of zero by zero.
     """
-    return any(_moves_at_zero(kernel) for kernel in fused_kernels(module))
+    return any(_kernel_moves_rows_at_zero_grad(kernel) for kernel in find_fused_kernels(module))
 
 
-def _moves_at_zero(kernel: SplitTableBatchedEmbeddingBagsCodegen) -> bool:
+def _kernel_moves_rows_at_zero_grad(kernel: SplitTableBatchedEmbeddingBagsCodegen) -> bool:
     if hasattr(kernel, ROW_OPTIMIZER):
         return True
     if kernel.optimizer in (EmbOptimType.SGD, EmbOptimType.EXACT_SGD):
@@ -50,22 +50,22 @@ def _moves_at_zero(kernel: SplitTableBatchedEmbeddingBagsCodegen) -> bool:
     return divides_by_zero or kernel.optimizer_args.weight_decay != 0
 
 
-def adjust_iteration_count(module: torch.nn.Module, change: int) -> None:
+def add_to_kernel_iteration_counts(module: torch.nn.Module, change: int) -> None:
     """Change the number of training lookups of a sharded module's kernels, if their optimizers count."""
-    for kernel in fused_kernels(module):
+    for kernel in find_fused_kernels(module):
         if kernel.iter_cpu.item() > 0:  # an optimizer that counts has counted an earlier lookup
             kernel.iter_cpu.add_(change)
             kernel.iter.add_(change)
 
 
-def cached_kernels(modules: Iterable[torch.nn.Module]) -> list[SplitTableBatchedEmbeddingBagsCodegen]:
+def find_uvm_caching_kernels(modules: Iterable[torch.nn.Module]) -> list[SplitTableBatchedEmbeddingBagsCodegen]:
     """Return the fused kernels with a cache of rows on a GPU, whose tables are in the host's memory."""
-    return [kernel for kernel in _kernels_of(modules) if kernel.lxu_cache_weights.numel()]
+    return [kernel for kernel in _find_kernels_of_modules(modules) if kernel.lxu_cache_weights.numel()]
 
 
 def clear_prefetches(modules: Iterable[torch.nn.Module]) -> None:
     """Drop all prefetches of rows, and let the caches replace all rows. No batch may be in flight."""
-    for kernel in cached_kernels(modules):
+    for kernel in find_uvm_caching_kernels(modules):
         kernel.timesteps_prefetched, kernel.lxu_cache_locations_list = [], []
         kernel.lxu_cache_locking_counter.zero_()
 
@@ -78,45 +78,45 @@ def preserve_pending_lookups(modules: Iterable[torch.nn.Module]) -> Iterator[Non
     releases the cached rows that the lookup protects.
     """
     states = [
-        (kernel, snapshot_lookup(kernel), kernel.lxu_cache_locking_counter.clone())
-        for kernel in cached_kernels(modules)
+        (kernel, snapshot_last_lookup(kernel), kernel.lxu_cache_locking_counter.clone())
+        for kernel in find_uvm_caching_kernels(modules)
     ]
     try:
         yield
     finally:
         for kernel, newest, protected in states:
-            restore_lookup(kernel, newest)
+            restore_last_lookup(kernel, newest)
             kernel.lxu_cache_locking_counter.copy_(protected)
 
 
-def newest_prefetches(modules: Iterable[torch.nn.Module]) -> list[torch.Tensor | None]:
+def get_newest_prefetch_locations(modules: Iterable[torch.nn.Module]) -> list[torch.Tensor | None]:
     """Return the cache locations of the newest prefetch, for each kernel: None without a cache or a prefetch."""
-    queues = [kernel.lxu_cache_locations_list for kernel in _kernels_of(modules)]
+    queues = [kernel.lxu_cache_locations_list for kernel in _find_kernels_of_modules(modules)]
     return [queue[-1] if queue else None for queue in queues]
 
 
-def prefetch_again(modules: Iterable[torch.nn.Module], locations: Iterable[torch.Tensor | None]) -> None:
+def requeue_prefetch_locations(modules: Iterable[torch.nn.Module], locations: Iterable[torch.Tensor | None]) -> None:
     """Queue the cache locations of rows that were prefetched before, in each kernel with a cache."""
-    for kernel, where in zip(_kernels_of(modules), locations, strict=True):
+    for kernel, where in zip(_find_kernels_of_modules(modules), locations, strict=True):
         if where is not None:
             kernel.lxu_cache_locations_list.append(where)
             kernel.timesteps_prefetched.append(kernel.timestep)
 
 
 @contextmanager
-def suspend_prefetches(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
+def hide_prefetch_queues_of_modules(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
     """Context in which lookups of ``modules`` fetch their own rows, and leave prefetched rows to later lookups.
 
     A kernel with a cache keeps its prefetches in a queue. Each lookup takes the first entry, whichever batch it is for,
     so a lookup between a training batch's prefetch and its lookup would take that batch's entry.
     """
-    with suspend_kernel_prefetches(_kernels_of(modules)):
+    with hide_prefetch_queues_of_kernels(_find_kernels_of_modules(modules)):
         yield
 
 
 @contextmanager
-def suspend_kernel_prefetches(kernels: Sequence[SplitTableBatchedEmbeddingBagsCodegen]) -> Iterator[None]:
-    """Context like :func:`suspend_prefetches`, for kernels."""
+def hide_prefetch_queues_of_kernels(kernels: Sequence[SplitTableBatchedEmbeddingBagsCodegen]) -> Iterator[None]:
+    """Context like :func:`hide_prefetch_queues_of_modules`, for kernels."""
     queues = [(kernel, kernel.timesteps_prefetched, kernel.lxu_cache_locations_list) for kernel in kernels]
     for kernel in kernels:
         kernel.timesteps_prefetched, kernel.lxu_cache_locations_list = [], []
@@ -143,7 +143,7 @@ def override_kernel_iteration(kernel: SplitTableBatchedEmbeddingBagsCodegen, cou
 @contextmanager
 def disable_lookup_training(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
     """Context in which lookups of ``modules`` run without grad or inference mode, and do not advance the counters."""
-    with torch.inference_mode(False), torch.no_grad(), _counters_restored(_kernels_of(modules)):
+    with torch.inference_mode(False), torch.no_grad(), _counters_restored(_find_kernels_of_modules(modules)):
         yield
 
 
@@ -158,5 +158,5 @@ def _counters_restored(kernels: Sequence[SplitTableBatchedEmbeddingBagsCodegen])
             kernel.iter_cpu.copy_(steps_on_cpu)
 
 
-def _kernels_of(modules: Iterable[torch.nn.Module]) -> list[SplitTableBatchedEmbeddingBagsCodegen]:
-    return [kernel for module in modules for kernel in fused_kernels(module)]
+def _find_kernels_of_modules(modules: Iterable[torch.nn.Module]) -> list[SplitTableBatchedEmbeddingBagsCodegen]:
+    return [kernel for module in modules for kernel in find_fused_kernels(module)]

@@ -15,12 +15,12 @@ import torch.distributed as dist
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import PoolingMode
 from torch import nn
 
-from lightning_pipe.recsys.kernels.kernel_calls import KernelCall, KernelGradients
+from lightning_pipe.recsys.kernels.kernel_calls import KernelCall, KernelOutputGradients
 
 
 @torch.no_grad()
-def table_gradient_norm(
-    gradients: KernelGradients,
+def get_total_table_grad_norm(
+    gradients: KernelOutputGradients,
     replicated: Sequence[torch.Tensor],
     group: dist.ProcessGroup,
     device: torch.device,
@@ -32,15 +32,17 @@ def table_gradient_norm(
         by_kernel.setdefault(id(call.kernel), []).append((call, gradient))
     for calls in by_kernel.values():
         for _, rows in row_gradients(calls):
-            square += _square(rows)
+            square += _compute_squared_norm(rows)
     if group.size() > 1:
         dist.all_reduce(square, group=group)
     for gradient in replicated:
-        square += _square(gradient)
+        square += _compute_squared_norm(gradient)
     return square.sqrt()
 
 
-def clip_by_global_norm(parameters: Iterable[nn.Parameter], tables: torch.Tensor, max_norm: float) -> torch.Tensor:
+def clip_dense_grads_by_global_norm(
+    parameters: Iterable[nn.Parameter], tables: torch.Tensor, max_norm: float
+) -> torch.Tensor:
     """``torch.nn.utils.clip_grad_norm_`` over dense parameters and tables together."""
     parameters = list(parameters)
     dense = torch.nn.utils.get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
@@ -58,10 +60,10 @@ def row_gradients(calls: Sequence[tuple[KernelCall, torch.Tensor]]) -> list[tupl
     gradients_by_width = []
     for width in sorted(set(widths)):
         features = [feature for feature, feature_width in enumerate(widths) if feature_width == width]
-        parts = [_places(call, gradient, features, widths) for call, gradient in calls]
+        parts = [_map_rows_to_bag_gradients(call, gradient, features, widths) for call, gradient in calls]
         rows = torch.cat([part[0] for part in parts])
         if rows.numel():
-            gradients_by_width.append(_add_up(rows, parts))
+            gradients_by_width.append(_sum_gradients_by_row(rows, parts))
     return gradients_by_width
 
 
@@ -69,7 +71,9 @@ def row_gradients(calls: Sequence[tuple[KernelCall, torch.Tensor]]) -> list[tupl
 _Places = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def _places(call: KernelCall, gradient: torch.Tensor, features: list[int], widths: list[int]) -> _Places:
+def _map_rows_to_bag_gradients(
+    call: KernelCall, gradient: torch.Tensor, features: list[int], widths: list[int]
+) -> _Places:
     """Positions of the ids of some features, whose tables have the same width."""
     kernel, count, width = call.kernel, call.indices.numel(), widths[features[0]]
     batch = (call.offsets.numel() - 1) // len(widths)
@@ -94,7 +98,7 @@ def _places(call: KernelCall, gradient: torch.Tensor, features: list[int], width
     return rows[selected], (place_of_id * batch + bags % max(batch, 1))[selected], weights[selected], gradients
 
 
-def _add_up(rows: torch.Tensor, parts: Sequence[_Places]) -> tuple[torch.Tensor, torch.Tensor]:
+def _sum_gradients_by_row(rows: torch.Tensor, parts: Sequence[_Places]) -> tuple[torch.Tensor, torch.Tensor]:
     starts = accumulate((len(part[3]) for part in parts[:-1]), initial=0)
     bags = torch.cat([part[1] + start for part, start in zip(parts, starts, strict=True)])
     # A stable order, so that sums do not depend on the sort algorithm.
@@ -110,5 +114,5 @@ def _add_up(rows: torch.Tensor, parts: Sequence[_Places]) -> tuple[torch.Tensor,
     return rows, sums
 
 
-def _square(gradient: torch.Tensor) -> torch.Tensor:
+def _compute_squared_norm(gradient: torch.Tensor) -> torch.Tensor:
     return torch.linalg.vector_norm(gradient, dtype=torch.float64).square()

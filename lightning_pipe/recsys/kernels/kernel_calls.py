@@ -26,7 +26,7 @@ from torchrec.distributed.mc_embedding_modules import BaseShardedManagedCollisio
 
 from lightning_pipe._compat.torchrec import lookups_of
 from lightning_pipe.engine.common.errors import SetupError
-from lightning_pipe.recsys.kernels.fused_kernels import override_kernel_iteration, suspend_kernel_prefetches
+from lightning_pipe.recsys.kernels.fused_kernels import hide_prefetch_queues_of_kernels, override_kernel_iteration
 
 _MODULES = (ShardedEmbeddingBagCollection, ShardedEmbeddingCollection, BaseShardedManagedCollisionEmbeddingCollection)
 
@@ -65,7 +65,7 @@ class KernelCall:
         if self.has_current_rate:
             return self.output
         with (
-            suspend_kernel_prefetches([self.kernel]),
+            hide_prefetch_queues_of_kernels([self.kernel]),
             override_kernel_iteration(self.kernel, self.count),
             torch.enable_grad(),
         ):
@@ -77,7 +77,7 @@ class SyntheticKernelCall(KernelCall):
     """A call that was not made: the lookups of several calls, or a part of one."""
 
     @classmethod
-    def from_call(
+    def from_call_with_new_inputs(
         cls, call: KernelCall, indices: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor | None
     ) -> KernelCall:
         """Return *call* with other indices, offsets and weights."""
@@ -106,7 +106,7 @@ class LookupCalls:
 
 
 @dataclass
-class KernelGradients:
+class KernelOutputGradients:
     """Gradients of the kernels' outputs.
 
     Attributes:
@@ -137,11 +137,11 @@ def check_trainable_after_dense_step(modules: Mapping[str, nn.Module]) -> None:
             )
 
 
-def check_capturable(modules: Mapping[str, nn.Module]) -> None:
+def check_calls_can_be_captured(modules: Mapping[str, nn.Module]) -> None:
     """Check that the kernels of sharded modules, by name, are of a type whose calls can be captured."""
     check_trainable_after_dense_step(modules)
     for name, module in modules.items():
-        for kernel in _kernels(module):
+        for kernel in _find_embedding_kernels(module):
             if not isinstance(kernel, (SplitTableBatchedEmbeddingBagsCodegen, DenseTableBatchedEmbeddingBagsCodegen)):
                 raise SetupError(
                     f"sharded module {name!r} looks up with a {type(kernel).__name__}, whose gradients are not known"
@@ -159,15 +159,15 @@ def supports_late_rates(module: nn.Module) -> bool:
     kinds = (SplitTableBatchedEmbeddingBagsCodegen, DenseTableBatchedEmbeddingBagsCodegen)
     if isinstance(module, BaseShardedManagedCollisionEmbeddingCollection):
         return False
-    return trains_only_tables(module) and all(isinstance(kernel, kinds) for kernel in _kernels(module))
+    return trains_only_tables(module) and all(isinstance(kernel, kinds) for kernel in _find_embedding_kernels(module))
 
 
-def has_dense_kernels(module: nn.Module) -> bool:
+def looks_up_replicated_tables(module: nn.Module) -> bool:
     """Return True if a sharded module looks up replicated tables, which no kernel trains."""
-    return any(isinstance(kernel, DenseTableBatchedEmbeddingBagsCodegen) for kernel in _kernels(module))
+    return any(isinstance(kernel, DenseTableBatchedEmbeddingBagsCodegen) for kernel in _find_embedding_kernels(module))
 
 
-def _kernels(module: nn.Module) -> Iterator[Any]:
+def _find_embedding_kernels(module: nn.Module) -> Iterator[Any]:
     for lookup in lookups_of(module):
         for part in lookup.modules():
             if hasattr(part, "emb_module"):
@@ -180,10 +180,10 @@ def capture_calls(module: nn.Module) -> Iterator[LookupCalls]:
     calls = LookupCalls()
     hooks = []
     for lookup in lookups_of(module):
-        hooks.append(lookup.register_forward_hook(partial(_looked_up, calls)))
+        hooks.append(lookup.register_forward_hook(partial(_record_lookup_output, calls)))
         for kernel in lookup.modules():
             if isinstance(kernel, (SplitTableBatchedEmbeddingBagsCodegen, DenseTableBatchedEmbeddingBagsCodegen)):
-                hooks.append(kernel.register_forward_hook(partial(_called, calls), with_kwargs=True))
+                hooks.append(kernel.register_forward_hook(partial(_record_kernel_call, calls), with_kwargs=True))
     try:
         yield calls
     finally:
@@ -191,11 +191,13 @@ def capture_calls(module: nn.Module) -> Iterator[LookupCalls]:
             hook.remove()
 
 
-def _looked_up(calls: LookupCalls, lookup: nn.Module, arguments: tuple[Any, ...], output: torch.Tensor) -> None:
+def _record_lookup_output(
+    calls: LookupCalls, lookup: nn.Module, arguments: tuple[Any, ...], output: torch.Tensor
+) -> None:
     calls.outputs.append(output)
 
 
-def _called(
+def _record_kernel_call(
     calls: LookupCalls, kernel: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any], output: torch.Tensor
 ) -> None:
     if isinstance(kernel, SplitTableBatchedEmbeddingBagsCodegen):

@@ -68,7 +68,7 @@ class RowAdam:
         weights.index_copy_(0, rows, (row_values.float() - rate * change).to(row_values.dtype))
 
 
-def row_optimizer(kernel: Any) -> RowAdam | None:
+def get_attached_row_optimizer(kernel: Any) -> RowAdam | None:
     """Return the optimizer that trains a kernel's tables in place of its own, or None."""
     optimizer: RowAdam | None = getattr(kernel, ROW_OPTIMIZER, None)
     return optimizer

@@ -24,7 +24,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBat
 from torch import nn
 from torchrec import optim as torchrec_optim
 
-from lightning_pipe._compat.torch import optimizers_in_backward
+from lightning_pipe._compat.torch import get_optimizers_in_backward
 from lightning_pipe.engine.common.errors import SetupError
 
 Kind = TypeVar("Kind")
@@ -33,7 +33,7 @@ _IMPLEMENTATION_CHOICES = {"foreach", "fused"}  # affect how torch computes a st
 
 
 @dataclass(frozen=True)
-class _Support:
+class _FusedOptimizerSupport:
     """Support of one optimizer class by the fused kernels.
 
     Attributes:
@@ -62,20 +62,28 @@ class _Support:
 # The kernel's names of hyper-parameters that the classes name differently; TorchRec's users may use either.
 _KERNEL_NAMES = {"lr": ("learning_rate",), "betas": ("beta1", "beta2")}
 _ADAM = ("lr", "betas", "eps")
-_SUPPORTED: dict[type[torch.optim.Optimizer], _Support] = {
-    torch.optim.SGD: _Support(torch.optim.SGD, ("lr",), cpu=True, row_local=True),
-    torchrec_optim.SGD: _Support(torch.optim.SGD, ("lr",), ("lr",), cpu=True, row_local=True),
-    torch.optim.Adagrad: _Support(torch.optim.Adagrad, ("lr", "eps"), cpu=True, row_local=True),
-    torchrec_optim.Adagrad: _Support(torch.optim.Adagrad, ("lr", "eps"), ("lr", "eps"), cpu=True, row_local=True),
-    torchrec_optim.RowWiseAdagrad: _Support(
+_SUPPORTED: dict[type[torch.optim.Optimizer], _FusedOptimizerSupport] = {
+    torch.optim.SGD: _FusedOptimizerSupport(torch.optim.SGD, ("lr",), cpu=True, row_local=True),
+    torchrec_optim.SGD: _FusedOptimizerSupport(torch.optim.SGD, ("lr",), ("lr",), cpu=True, row_local=True),
+    torch.optim.Adagrad: _FusedOptimizerSupport(torch.optim.Adagrad, ("lr", "eps"), cpu=True, row_local=True),
+    torchrec_optim.Adagrad: _FusedOptimizerSupport(
+        torch.optim.Adagrad, ("lr", "eps"), ("lr", "eps"), cpu=True, row_local=True
+    ),
+    torchrec_optim.RowWiseAdagrad: _FusedOptimizerSupport(
         torchrec_optim.RowWiseAdagrad, ("lr", "eps"), cpu=True, row_local=True, row_wise_state=True
     ),
-    torch.optim.Adam: _Support(torch.optim.Adam, _ADAM, _ADAM, row_adam=True),
-    torchrec_optim.Adam: _Support(torch.optim.Adam, _ADAM, _ADAM, row_adam=True),
-    torchrec_optim.PartialRowWiseAdam: _Support(None, (*_ADAM, "weight_decay"), _ADAM, row_wise_state=True),
-    torchrec_optim.LAMB: _Support(None, (*_ADAM, "weight_decay"), _ADAM),
-    torchrec_optim.PartialRowWiseLAMB: _Support(None, (*_ADAM, "weight_decay"), _ADAM, row_wise_state=True),
-    torchrec_optim.LarsSGD: _Support(None, ("lr", "eta", "momentum", "weight_decay"), ("lr", "eta", "momentum")),
+    torch.optim.Adam: _FusedOptimizerSupport(torch.optim.Adam, _ADAM, _ADAM, row_adam=True),
+    torchrec_optim.Adam: _FusedOptimizerSupport(torch.optim.Adam, _ADAM, _ADAM, row_adam=True),
+    torchrec_optim.PartialRowWiseAdam: _FusedOptimizerSupport(
+        None, (*_ADAM, "weight_decay"), _ADAM, row_wise_state=True
+    ),
+    torchrec_optim.LAMB: _FusedOptimizerSupport(None, (*_ADAM, "weight_decay"), _ADAM),
+    torchrec_optim.PartialRowWiseLAMB: _FusedOptimizerSupport(
+        None, (*_ADAM, "weight_decay"), _ADAM, row_wise_state=True
+    ),
+    torchrec_optim.LarsSGD: _FusedOptimizerSupport(
+        None, ("lr", "eta", "momentum", "weight_decay"), ("lr", "eta", "momentum")
+    ),
 }
 
 
@@ -112,11 +120,11 @@ def parse_class_config(option: str, config: Any, kind: type[Kind], example: str)
     return configured, dict(arguments)
 
 
-def _has_kernel(support: _Support, device: torch.device, is_dynamic: bool) -> bool:
+def _has_kernel(support: _FusedOptimizerSupport, device: torch.device, is_dynamic: bool) -> bool:
     return support.cpu or device.type != "cpu" or (is_dynamic and support.row_adam)
 
 
-def _usable(device: torch.device, is_dynamic: bool) -> str:
+def _list_usable_optimizers(device: torch.device, is_dynamic: bool) -> str:
     return ", ".join(
         class_name(optimizer_class)
         for optimizer_class, support in _SUPPORTED.items()
@@ -187,11 +195,11 @@ class TableOptimizerSpec:
         return f"{self.name}({', '.join(arguments)})"
 
 
-def _chosen(
+def _find_configured_optimizer(
     table: str, parameter: nn.Parameter, default: SparseOptimizerConfig | None
 ) -> tuple[type[torch.optim.Optimizer], Mapping[str, Any], bool] | None:
     """Return the user's class and arguments for a table, and True if given in TorchRec's way; None without any."""
-    optimizers = optimizers_in_backward(parameter)
+    optimizers = get_optimizers_in_backward(parameter)
     if len(optimizers) > 1:
         raise SetupError(
             f"table {table} must have one in-backward optimizer, got {len(optimizers)}"
@@ -213,7 +221,7 @@ def resolve_table_optimizer(
     is_dynamic: bool = False,
 ) -> TableOptimizerSpec | None:
     """Return the optimizer applied to a table's parameter, or else the default, or else None."""
-    chosen = _chosen(table, parameter, default)
+    chosen = _find_configured_optimizer(table, parameter, default)
     if chosen is None:
         return None
     optimizer_class, arguments, in_backward = chosen
@@ -222,18 +230,18 @@ def resolve_table_optimizer(
     if support is None:
         raise SetupError(
             f"table {table} has the optimizer {name}, which has no fused kernel. Use one of"
-            f" {_usable(device, is_dynamic)}."
+            f" {_list_usable_optimizers(device, is_dynamic)}."
         )
     if not _has_kernel(support, device, is_dynamic):
         raise SetupError(
             f"table {table} has the optimizer {name}, for which FBGEMM has no CPU kernel. On CPU, use one of"
-            f" {_usable(device, is_dynamic)}."
+            f" {_list_usable_optimizers(device, is_dynamic)}."
         )
     arguments = {key: value for key, value in arguments.items() if key != "optimizer"}
     defaults = _defaults(support.reference) or dict.fromkeys(support.passed, 0.0)
     left_out: dict[str, tuple[Any, Any]] = {}
     if in_backward:
-        arguments = _in_names_of_class(table, name, support, arguments)
+        arguments = _rename_kernel_to_class_arguments(table, name, support, arguments)
         of_kernel = {key: value for key, value in _kernel_defaults().items() if key in support.passed}
         left_out = {
             key: (value, defaults[key])
@@ -255,7 +263,7 @@ def resolve_table_optimizer(
         )
     _refuse_what_no_kernel_does(table, name, support, arguments)
     hyper_parameters = {key: arguments.get(key, defaults[key]) for key in support.passed if key in defaults}
-    _check_values(table, name, support, hyper_parameters)
+    _check_hyper_parameters(table, name, support, hyper_parameters)
     return TableOptimizerSpec(
         optimizer_class,
         hyper_parameters,
@@ -276,7 +284,9 @@ def _kernel_defaults() -> Mapping[str, Any]:
     return defaults
 
 
-def _in_names_of_class(table: str, name: str, support: _Support, arguments: Mapping[str, Any]) -> dict[str, Any]:
+def _rename_kernel_to_class_arguments(
+    table: str, name: str, support: _FusedOptimizerSupport, arguments: Mapping[str, Any]
+) -> dict[str, Any]:
     """Return arguments by the class's names. TorchRec passes them by the kernel's names where these differ."""
     by_class_name = dict(arguments)
     for key, names in _KERNEL_NAMES.items():
@@ -311,7 +321,9 @@ def _defaults(reference: type[torch.optim.Optimizer] | None) -> dict[str, Any]:
     }
 
 
-def _refuse_what_no_kernel_does(table: str, name: str, support: _Support, arguments: Mapping[str, Any]) -> None:
+def _refuse_what_no_kernel_does(
+    table: str, name: str, support: _FusedOptimizerSupport, arguments: Mapping[str, Any]
+) -> None:
     for key, default in _defaults(support.reference).items():
         if key in support.passed or key in _IMPLEMENTATION_CHOICES or arguments.get(key, default) == default:
             continue
@@ -321,16 +333,20 @@ def _refuse_what_no_kernel_does(table: str, name: str, support: _Support, argume
         )
 
 
-def _check_values(table: str, name: str, support: _Support, hyper_parameters: Mapping[str, Any]) -> None:
+def _check_hyper_parameters(
+    table: str, name: str, support: _FusedOptimizerSupport, hyper_parameters: Mapping[str, Any]
+) -> None:
     """Refuse values that turn rows into NaN within a few steps or reverse the step; the class checks the others."""
     for key, value in hyper_parameters.items():
         if key == "betas":
             valid = (
-                isinstance(value, Sequence) and len(value) == 2 and all(_is_number(entry, below=1) for entry in value)
+                isinstance(value, Sequence)
+                and len(value) == 2
+                and all(_is_nonnegative_number(entry, below=1) for entry in value)
             )
             needed = "a pair of numbers from 0 to below 1. Set betas such as (0.9, 0.999)"
         else:
-            valid, needed = _is_number(value), f"a finite number of at least 0. Set {key} to another value"
+            valid, needed = _is_nonnegative_number(value), f"a finite number of at least 0. Set {key} to another value"
         if not valid:
             raise SetupError(f"table {table}: the optimizer {name} got {key}={value!r}, expected {needed}.")
     try:
@@ -342,8 +358,8 @@ def _check_values(table: str, name: str, support: _Support, hyper_parameters: Ma
         ) from error
 
 
-def _is_number(value: Any, below: float = math.inf) -> bool:
+def _is_nonnegative_number(value: Any, below: float = math.inf) -> bool:
     """Return True for a number, or a tensor of one number, from 0 to below a limit. Text is not a number."""
     if isinstance(value, torch.Tensor):
-        return value.numel() == 1 and _is_number(value.item(), below)
+        return value.numel() == 1 and _is_nonnegative_number(value.item(), below)
     return isinstance(value, numbers.Real) and 0 <= float(value) < below

@@ -87,7 +87,7 @@ class CallArguments:
         positional = tuple(source.resolve(batch, results) for source in self.positional)
         return positional, {name: source.resolve(batch, results) for name, source in self.named.items()}
 
-    def postprocesses(self) -> dict[str, CallArguments]:
+    def collect_postprocess_calls(self) -> dict[str, CallArguments]:
         """Return the post-processing modules that these arguments need, innermost first, with their arguments."""
         arguments_by_name: dict[str, CallArguments] = {}
         pending: list[Source] = [*self.positional, *self.named.values()]
@@ -97,7 +97,7 @@ class CallArguments:
                 pending.extend(source.sources)
             elif isinstance(source, Postprocessed):
                 arguments_by_name = {
-                    **source.arguments.postprocesses(),
+                    **source.arguments.collect_postprocess_calls(),
                     **arguments_by_name,
                     source.name: source.arguments,
                 }
@@ -134,10 +134,10 @@ class PostprocessResults:
 
 def same_arguments(first: Arguments, second: Arguments) -> bool:
     """Return True if two calls pass the same pieces, no matter which of them by position and which by name."""
-    return _same_value(_in_one_list(*first), _in_one_list(*second))
+    return _same_value(_flatten_arguments(*first), _flatten_arguments(*second))
 
 
-def _in_one_list(positional: tuple[Any, ...], named: dict[str, Any]) -> list[Any]:
+def _flatten_arguments(positional: tuple[Any, ...], named: dict[str, Any]) -> list[Any]:
     return [*positional, *(named[name] for name in sorted(named))]
 
 

@@ -92,7 +92,7 @@ class _Dynamic:
     dynamic_tables: dict[str, DynamicTable]
     storage: RowStorageOptions
 
-    def _keep(
+    def _set_tables_and_storage(
         self, tables: Sequence[DynamicTable | Mapping[str, Any]], storage: RowStorageOptions
     ) -> list[DynamicTable]:
         dynamic_tables = [table if isinstance(table, DynamicTable) else DynamicTable(**table) for table in tables]
@@ -150,7 +150,7 @@ class DynamicEmbeddingBagCollection(_Dynamic, EmbeddingBagCollection):
         existing_rows: ExistingRows = "refuse",
         id_map_device: IdMapDevice = "host",
     ) -> None:
-        dynamic_tables = self._keep(
+        dynamic_tables = self._set_tables_and_storage(
             tables, RowStorageOptions(Path(store), seed, commit_every, check_nan, existing_rows, id_map_device)
         )
         super().__init__(
@@ -163,7 +163,7 @@ class DynamicEmbeddingBagCollection(_Dynamic, EmbeddingBagCollection):
             is_weighted=is_weighted,
             device=torch.device("meta"),
         )
-        self.register_load_state_dict_pre_hook(_put_own_in)
+        self.register_load_state_dict_pre_hook(_fill_missing_state_dict_entries)
 
 
 class DynamicEmbeddingCollection(_Dynamic, EmbeddingCollection):
@@ -191,14 +191,14 @@ class DynamicEmbeddingCollection(_Dynamic, EmbeddingCollection):
         existing_rows: ExistingRows = "refuse",
         id_map_device: IdMapDevice = "host",
     ) -> None:
-        dynamic_tables = self._keep(
+        dynamic_tables = self._set_tables_and_storage(
             tables, RowStorageOptions(Path(store), seed, commit_every, check_nan, existing_rows, id_map_device)
         )
         super().__init__(
             tables=[EmbeddingConfig(**_config(table)) for table in dynamic_tables],
             device=torch.device("meta"),
         )
-        self.register_load_state_dict_pre_hook(_put_own_in)
+        self.register_load_state_dict_pre_hook(_fill_missing_state_dict_entries)
 
 
 def _config(table: DynamicTable) -> dict[str, Any]:
@@ -212,7 +212,7 @@ def _config(table: DynamicTable) -> dict[str, Any]:
     }
 
 
-def _put_own_in(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+def _fill_missing_state_dict_entries(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
     """Add the module's parameters to a state dict before it is loaded: rows are loaded from the store instead."""
     for name, parameter in module.named_parameters():
         state.setdefault(prefix + name, parameter)

@@ -69,9 +69,9 @@ def check_lengths(name: str, features: KeyedJaggedTensor, every_length: bool = F
 
     Features on a GPU are checked without a host wait, from what the host knows.
     """
-    problem = _misfit(features, every_length)
+    problem = _describe_kjt_length_mismatch(features, every_length)
     if problem is None and every_length:
-        problem = _wrong_length(features)
+        problem = _describe_invalid_length(features)
     if problem is not None:
         raise InputError(
             f"the features {features.keys()} of sharded module {name!r} {problem}. Correct the KeyedJaggedTensor where"
@@ -80,7 +80,7 @@ def check_lengths(name: str, features: KeyedJaggedTensor, every_length: bool = F
         )
 
 
-def _misfit(features: KeyedJaggedTensor, reads: bool) -> str | None:
+def _describe_kjt_length_mismatch(features: KeyedJaggedTensor, reads: bool) -> str | None:
     keys, values, weights = features.keys(), features.values(), features.weights_or_none()
     lengths, offsets = features.lengths_or_none(), features.offsets_or_none()
     if lengths is not None:
@@ -113,7 +113,7 @@ def _misfit(features: KeyedJaggedTensor, reads: bool) -> str | None:
     return None
 
 
-def _wrong_length(features: KeyedJaggedTensor) -> str | None:
+def _describe_invalid_length(features: KeyedJaggedTensor) -> str | None:
     lengths, offsets = features.lengths().flatten(), features.offsets_or_none()
     negative = lengths < 0
     if bool(negative.any()):
@@ -186,7 +186,7 @@ def check_has_samples(name: str, features: KeyedJaggedTensor) -> None:
         )
 
 
-def without_weights(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+def drop_feature_weights(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
     """Return ``features`` without weights, as a shallow copy if needed: TorchRec's sharded modules always use them."""
     return features if features.weights_or_none() is None else copy_with_tensors(features, weights=None)
 
@@ -209,7 +209,7 @@ def refuse_missing_weights(name: str, features: KeyedJaggedTensor) -> None:
         )
 
 
-def refuse_trained_weights(name: str, features: KeyedJaggedTensor) -> None:
+def refuse_trainable_feature_weights(name: str, features: KeyedJaggedTensor) -> None:
     """Raise InputError for weights that require grad, since tables on other ranks send no gradient back."""
     weights = features.weights_or_none()
     if weights is not None and weights.requires_grad:

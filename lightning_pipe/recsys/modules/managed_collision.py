@@ -30,7 +30,7 @@ def set_eviction_hook(module: nn.Module, hook: Callable[[Any, int, torch.Tensor]
         module.__dict__[_TOLD] = hook
 
 
-class _Maps:
+class _ShardedManagedCollisionMixin:
     """What both kinds of modules do in another way than TorchRec."""
 
     def input_dist(self, ctx: Any, features: KeyedJaggedTensor) -> Any:
@@ -43,29 +43,29 @@ class _Maps:
     def compute(self, ctx: Any, dist_input: Any) -> Any:
         """TorchRec's remapping, eviction and lookup; a filter of ids draws the same numbers in every run."""
         maps = list(sharded_id_maps("", self))  # type: ignore[arg-type]
-        with _draws_of(maps[0]) if any(id_map.filters for id_map in maps) else nullcontext():
+        with _fork_rng_for_id_map(maps[0]) if any(id_map.has_id_filter for id_map in maps) else nullcontext():
             output = super().compute(ctx, dist_input)  # type: ignore[misc]
         for id_map in maps:
-            id_map.open_window()
+            id_map.defer_history_sizing()
         return output
 
     def _evict(self, evictions_per_table: Mapping[str, torch.Tensor | None]) -> None:
         _reset_rows(self, evictions_per_table)  # type: ignore[arg-type]
 
 
-class ManagedCollisionBags(_Maps, ShardedManagedCollisionEmbeddingBagCollection):
+class ManagedCollisionBags(_ShardedManagedCollisionMixin, ShardedManagedCollisionEmbeddingBagCollection):
     """Pooled embeddings of remapped ids, with correct means."""
 
 
-class ManagedCollisionSequences(_Maps, ShardedManagedCollisionEmbeddingCollection):
+class ManagedCollisionSequences(_ShardedManagedCollisionMixin, ShardedManagedCollisionEmbeddingCollection):
     """Sequence embeddings of remapped ids."""
 
 
 @contextmanager
-def _draws_of(id_map: IdMapShard) -> Iterator[None]:
+def _fork_rng_for_id_map(id_map: IdMapShard) -> Iterator[None]:
     """Context in which random numbers depend only on a map and its number of batches, and are no one else's."""
-    with torch.random.fork_rng(devices=[id_map.steps[1].device] if id_map.steps[1].is_cuda else []):
-        torch.manual_seed(id_map.seed())
+    with torch.random.fork_rng(devices=[id_map.step_counter[1].device] if id_map.step_counter[1].is_cuda else []):
+        torch.manual_seed(id_map.evicted_row_seed())
         yield
 
 
@@ -86,7 +86,7 @@ def _reset_rows(module: nn.Module, evicted: Mapping[str, torch.Tensor | None]) -
             if rows is None or not rows.numel():
                 continue
             fresh = weights.new_empty((len(rows), weights.shape[1]))
-            with _draws_of(maps[table.name]):
+            with _fork_rng_for_id_map(maps[table.name]):
                 init_fn = configs[table.name].init_fn  # the kernel's own config has another
                 assert init_fn is not None
                 filled = init_fn(fresh)

@@ -30,18 +30,18 @@ from lightning_pipe.recsys.modules.feature_checks import (
     FeatureForm,
     check_first_batch,
     conform_features,
-    without_weights,
+    drop_feature_weights,
     wrong_input_error,
 )
 from lightning_pipe.recsys.modules.quantized_comms import QuantizedComms
-from lightning_pipe.recsys.modules.row_means import RowWiseMeanPooling, divide
+from lightning_pipe.recsys.modules.row_means import RowWiseMeanPooling, divide_pooled_embeddings
 
 
-def _names(configs: list[Any]) -> list[str]:
+def _list_embedding_names(configs: list[Any]) -> list[str]:
     return [name for names in get_embedding_names_by_table(configs) for name in names]
 
 
-def _features(configs: Sequence[BaseEmbeddingConfig]) -> list[str]:
+def _list_feature_names(configs: Sequence[BaseEmbeddingConfig]) -> list[str]:
     return [feature for config in configs for feature in config.feature_names]
 
 
@@ -101,11 +101,11 @@ register_pytree_node(
 )
 
 
-class _InOrder:
+class _OrderedOutputMixin:
     """The parts that both classes share: features in the form of the first batch, outputs in the unsharded order."""
 
     prepare_features: Callable[[Any, KeyedJaggedTensor], KeyedJaggedTensor]
-    _finished: Callable[[Any, LazyAwaitable[Any]], LazyAwaitable[Any]]
+    _add_output_callbacks: Callable[[Any, LazyAwaitable[Any]], LazyAwaitable[Any]]
 
     def input_dist(self, ctx: Any, features: KeyedJaggedTensor) -> Awaitable[Awaitable[KJTList]]:
         """TorchRec's input dist, of features in the form of the first batch."""
@@ -114,14 +114,14 @@ class _InOrder:
 
     def output_dist(self, ctx: Any, output: list[torch.Tensor]) -> LazyAwaitable[Any]:
         """TorchRec's output dist, with outputs in the unsharded order."""
-        return self._finished(ctx, super().output_dist(ctx, output))  # type: ignore[misc]
+        return self._add_output_callbacks(ctx, super().output_dist(ctx, output))  # type: ignore[misc]
 
     def compute_and_output_dist(self, ctx: Any, input: KJTList) -> LazyAwaitable[Any]:
         """TorchRec's lookup and output dist, with outputs in the unsharded order."""
-        return self._finished(ctx, super().compute_and_output_dist(ctx, input))  # type: ignore[misc]
+        return self._add_output_callbacks(ctx, super().compute_and_output_dist(ctx, input))  # type: ignore[misc]
 
 
-class OrderedEmbeddingBagCollection(_InOrder, ShardedEmbeddingBagCollection):
+class OrderedEmbeddingBagCollection(_OrderedOutputMixin, ShardedEmbeddingBagCollection):
     """Pooled embeddings with columns in the unsharded order and correct means of row-sharded tables."""
 
     def __init__(
@@ -139,25 +139,25 @@ class OrderedEmbeddingBagCollection(_InOrder, ShardedEmbeddingBagCollection):
 
     def prepare_features(self, ctx: EmbeddingBagCollectionContext, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
         """Return features to distribute; the divisor of means is computed here, where the lengths of bags are known."""
-        features = _in_first_form(self, self._configs, features, self._uses_weights)
-        if self._row_means.needed:
+        features = _conform_to_first_batch(self, self._configs, features, self._uses_weights)
+        if self._row_means.needs_division:
             ctx.divisor = self._row_means.divisor(features)
         return features
 
-    def _finished(
+    def _add_output_callbacks(
         self, ctx: EmbeddingBagCollectionContext, awaitable: LazyAwaitable[KeyedTensor]
     ) -> LazyAwaitable[KeyedTensor]:
         if ctx.divisor is not None:
-            awaitable.callbacks.append(partial(divide, divisor=ctx.divisor))
+            awaitable.callbacks.append(partial(divide_pooled_embeddings, divisor=ctx.divisor))
         awaitable.callbacks.append(self._reorder)
         return awaitable
 
     def _reorder(self, output: KeyedTensor) -> KeyedTensor:
-        names = _names(self._configs)
+        names = _list_embedding_names(self._configs)
         return output if output.keys() == names else OrderedKeyedTensor(output, names)
 
 
-class OrderedEmbeddingCollection(_InOrder, ShardedEmbeddingCollection):
+class OrderedEmbeddingCollection(_OrderedOutputMixin, ShardedEmbeddingCollection):
     """Sequence embeddings as a dictionary in the unsharded order."""
 
     def __init__(self, module: EmbeddingCollectionInterface, *arguments: Any, **named: Any) -> None:
@@ -166,12 +166,12 @@ class OrderedEmbeddingCollection(_InOrder, ShardedEmbeddingCollection):
 
     def prepare_features(self, ctx: EmbeddingCollectionContext, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
         """Return features to distribute."""
-        return _in_first_form(self, self._configs, features, False)
+        return _conform_to_first_batch(self, self._configs, features, False)
 
-    def _finished(
+    def _add_output_callbacks(
         self, _: Any, awaitable: LazyAwaitable[dict[str, JaggedTensor]]
     ) -> LazyAwaitable[dict[str, JaggedTensor]]:
-        awaitable.callbacks.append(lambda output: {name: output[name] for name in _names(self._configs)})
+        awaitable.callbacks.append(lambda output: {name: output[name] for name in _list_embedding_names(self._configs)})
         return awaitable
 
 
@@ -184,7 +184,7 @@ class OrderedSharder:
         super().__init__(qcomm_codecs_registry=comms.registry())  # type: ignore[call-arg]  # TorchRec's, the next base
         self._comms = comms
 
-    def kind_of(self, module_fqn: str | None) -> Callable[..., Any]:
+    def choose_sharded_class(self, module_fqn: str | None) -> Callable[..., Any]:
         """Class of the sharded module with this name."""
         return self.kind
 
@@ -196,7 +196,7 @@ class OrderedSharder:
     def shard(
         self, module: Any, params: Any, env: ShardingEnv, device: Any = None, module_fqn: str | None = None
     ) -> Any:
-        return self.kind_of(module_fqn)(
+        return self.choose_sharded_class(module_fqn)(
             module,
             params,
             env,
@@ -207,17 +207,17 @@ class OrderedSharder:
         )
 
 
-def _in_first_form(
+def _conform_to_first_batch(
     module: torch.nn.Module, configs: Sequence[BaseEmbeddingConfig], features: KeyedJaggedTensor, uses_weights: bool
 ) -> KeyedJaggedTensor:
     """Return features in the form of the module's first batch, since TorchRec's input dist supports no other form."""
     if not isinstance(features, KeyedJaggedTensor):
-        raise wrong_input_error(module_name(module), features, _features(configs))
-    features = features if uses_weights else without_weights(features)
+        raise wrong_input_error(module_name(module), features, _list_feature_names(configs))
+    features = features if uses_weights else drop_feature_weights(features)
     form = module.__dict__.get("_first_form")
     if form is not None:
         return conform_features(module_name(module), features, form)
-    check_first_batch(module_name(module), features, _features(configs))
+    check_first_batch(module_name(module), features, _list_feature_names(configs))
     module.__dict__["_first_form"] = FeatureForm.from_features(features)
     return features
 

@@ -90,14 +90,16 @@ class QuantizedComms:
         return (self.forward, self.backward) != ("fp32", "fp32")
 
     @property
-    def scaled_by_row(self) -> str | None:
+    def row_scaled_precision(self) -> str | None:
         """The format whose codes cannot be added, because it has a scale per row; None if both can be."""
         return next((precision for precision in (self.forward, self.backward) if precision in SCALED_BY_ROW), None)
 
     def supported_sharding_types(self, sharding_types: Sequence[str], *, pooled: bool) -> list[str]:
         """Return the sharding types that a table can have with these precisions."""
         # ROW_SHARDED_TYPES add up parts of a pooled embedding on the way. Codes with a scale per row cannot be added.
-        return [kind for kind in sharding_types if not (pooled and self.scaled_by_row and kind in ROW_SHARDED_TYPES)]
+        return [
+            kind for kind in sharding_types if not (pooled and self.row_scaled_precision and kind in ROW_SHARDED_TYPES)
+        ]
 
     def check_sharding_types(self, where: str, sharding_types: Sequence[str] | None, table: Table) -> None:
         """Raise SetupError if a table's embeddings cannot be sent under one of its sharding types."""
@@ -109,7 +111,7 @@ class QuantizedComms:
             raise SetupError(
                 f"{where} names {', '.join(types)} for table {table.name}, which adds up parts of a pooled embedding"
                 f" between ranks, but quantized_comms has forward={self.forward!r} and backward={self.backward!r}, and"
-                f" {self.scaled_by_row} does not support that. Use fp16 or bf16{fix}."
+                f" {self.row_scaled_precision} does not support that. Use fp16 or bf16{fix}."
             )
 
     def check_sharding_plan(self, plan: ShardingPlan, tables: Sequence[Table]) -> None:

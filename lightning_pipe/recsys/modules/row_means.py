@@ -15,7 +15,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import get_embedding_names_by_table
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
-from lightning_pipe.recsys.batches.transfer import to_device
+from lightning_pipe.recsys.batches.transfer import move_tensor_to_device
 
 ROW_SHARDED_TYPES = {ShardingType.ROW_WISE.value, ShardingType.TABLE_ROW_WISE.value, ShardingType.GRID_SHARD.value}
 
@@ -38,7 +38,7 @@ class RowWiseMeanPooling:
         self._widths, self._columns = torch.tensor(widths), sum(widths)
 
     @property
-    def needed(self) -> bool:
+    def needs_division(self) -> bool:
         """True if any output must be divided."""
         return any(self._features)
 
@@ -57,10 +57,10 @@ class RowWiseMeanPooling:
                     of_feature = of_feature[inverse[1][inverse[0].index(name)]]
                 # An empty bag's sum is zero, and so is its mean.
                 counts[:, column] = of_feature.clamp(min=1)
-        return counts.repeat_interleave(to_device(self._widths, device), dim=1, output_size=self._columns)
+        return counts.repeat_interleave(move_tensor_to_device(self._widths, device), dim=1, output_size=self._columns)
 
 
-def divide(sums: KeyedTensor, divisor: torch.Tensor) -> KeyedTensor:
+def divide_pooled_embeddings(sums: KeyedTensor, divisor: torch.Tensor) -> KeyedTensor:
     """Return a module's outputs, divided column by column."""
     return KeyedTensor(
         keys=sums.keys(),

@@ -71,7 +71,7 @@ class Table:
     sharding_type: str = ""  # until it is planned
 
     @property
-    def key(self) -> str:
+    def module_state_dict_key(self) -> str:
         """The name of its parameter in the module that holds it."""
         return self.name[len(self.module_name) + 1 :] if self.module_name else self.name
 
@@ -119,7 +119,7 @@ def check_data_type(table: Table, device: torch.device) -> None:
         )
 
 
-def _join(*parts: str) -> str:
+def _join_module_path(*parts: str) -> str:
     return ".".join(part for part in parts if part)
 
 
@@ -178,13 +178,13 @@ def _refuse_shared_tables(module: nn.Module, tables: Iterable[tuple[Table, nn.Pa
         for child_name, part in child._modules.items():
             if isinstance(part, TABLE_MODULES) and child_names.setdefault(id(part), child_name) != child_name:
                 raise SetupError(
-                    f"{_join(name, child_names[id(part)])} and {_join(name, child_name)} are one"
-                    f" {type(part).__name__}, of which sharding would only replace the first. Hold it under"
+                    f"{_join_module_path(name, child_names[id(part)])} and {_join_module_path(name, child_name)} are"
+                    f" one {type(part).__name__}, of which sharding would only replace the first. Hold it under"
                     " one name, and call it by that name."
                 )
     holders = {table.holder_name for table, _ in tables}
-    memory = _memory((table.name, parameter) for table, parameter in tables)
-    for (first, first_values), (second, second_values) in _overlaps(memory, memory):
+    memory = _group_tensors_by_storage((table.name, parameter) for table, parameter in tables)
+    for (first, first_values), (second, second_values) in _find_overlapping_tensors(memory, memory):
         if first < second and first_values is not second_values:
             raise SetupError(
                 f"tables {first} and {second} share memory, but sharding gives each table memory of its own. Give each"
@@ -197,12 +197,13 @@ def _refuse_shared_tables(module: nn.Module, tables: Iterable[tuple[Table, nn.Pa
         for tensor_name, parameter in child.named_parameters(recurse=False):
             if id(parameter) in names:
                 raise SetupError(
-                    f"table {names[id(parameter)]} and parameter {_join(name, tensor_name)} are the same tensor, but"
+                    f"table {names[id(parameter)]} and parameter {_join_module_path(name, tensor_name)} are"
+                    " the same tensor, but"
                     " a sharded table cannot be shared with a dense layer. Give that layer a separate parameter."
                 )
         own_tensors = *child.named_parameters(recurse=False), *child.named_buffers(recurse=False)
-        dense += ((_join(name, tensor_name), tensor) for tensor_name, tensor in own_tensors)
-    for (table_name, _), (other_name, _) in _overlaps(memory, _memory(dense)):
+        dense += ((_join_module_path(name, tensor_name), tensor) for tensor_name, tensor in own_tensors)
+    for (table_name, _), (other_name, _) in _find_overlapping_tensors(memory, _group_tensors_by_storage(dense)):
         raise SetupError(
             f"table {table_name} and {other_name} share memory, but a sharded table cannot be shared with a dense"
             " layer, which would silently keep a copy. Give that layer separate values, for example"
@@ -213,7 +214,7 @@ def _refuse_shared_tables(module: nn.Module, tables: Iterable[tuple[Table, nn.Pa
 _Memory = dict[int, list[tuple[str, torch.Tensor]]]
 
 
-def _memory(tensors: Iterable[tuple[str, torch.Tensor]]) -> _Memory:
+def _group_tensors_by_storage(tensors: Iterable[tuple[str, torch.Tensor]]) -> _Memory:
     """Group named tensors by the address of their storage. Tensors without a storage of their own are left out."""
     grouped: _Memory = {}
     for name, tensor in tensors:
@@ -223,19 +224,21 @@ def _memory(tensors: Iterable[tuple[str, torch.Tensor]]) -> _Memory:
     return grouped
 
 
-def _overlaps(first: _Memory, second: _Memory) -> Iterator[tuple[tuple[str, torch.Tensor], tuple[str, torch.Tensor]]]:
+def _find_overlapping_tensors(
+    first: _Memory, second: _Memory
+) -> Iterator[tuple[tuple[str, torch.Tensor], tuple[str, torch.Tensor]]]:
     """Yield the pairs of a tensor of *first* and a tensor of *second* that share elements."""
     for address in first.keys() & second.keys():
         for first_tensor in first[address]:
             for second_tensor in second[address]:
                 if (
-                    _span(first_tensor[1])[0] < _span(second_tensor[1])[1]
-                    and _span(second_tensor[1])[0] < _span(first_tensor[1])[1]
+                    _compute_address_range(first_tensor[1])[0] < _compute_address_range(second_tensor[1])[1]
+                    and _compute_address_range(second_tensor[1])[0] < _compute_address_range(first_tensor[1])[1]
                 ):
                     yield first_tensor, second_tensor
 
 
-def _span(tensor: torch.Tensor) -> tuple[int, int]:
+def _compute_address_range(tensor: torch.Tensor) -> tuple[int, int]:
     """First byte of a tensor, and the byte after its last."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
@@ -247,7 +250,7 @@ def _tables_of(name: str, module: nn.Module) -> Iterator[tuple[Table, nn.Paramet
     if isinstance(module, (FeatureProcessedEmbeddingBagCollection, BaseManagedCollisionEmbeddingCollection)):
         inner = EmbeddingBagCollection, EmbeddingCollection
         child_name, holder = next(child for child in module.named_children() if isinstance(child[1], inner))
-        prefix = _join(name, child_name)
+        prefix = _join_module_path(name, child_name)
     if isinstance(module, BaseManagedCollisionEmbeddingCollection):
         for table_name, id_map in id_maps_before_sharding(module).items():
             if not isinstance(id_map, MCHManagedCollisionModule):
@@ -266,7 +269,7 @@ def _tables_of(name: str, module: nn.Module) -> Iterator[tuple[Table, nn.Paramet
     for config in configs:
         parameter = parts[config.name].weight
         assert isinstance(parameter, nn.Parameter)
-        table = Table(_join(prefix, kind, config.name, "weight"), name, type(module), config)
+        table = Table(_join_module_path(prefix, kind, config.name, "weight"), name, type(module), config)
         shape = config.num_embeddings, config.embedding_dim
         if parameter.shape != shape:
             raise SetupError(

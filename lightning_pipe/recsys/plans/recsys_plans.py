@@ -31,7 +31,9 @@ _LOOKUP = ("H2DAndShuffle", "EmbInputDistStart", "EmbInputDistWait", "EmbPrefetc
 _STEP = ("DenseForward", "LossPostprocess", "DenseBackward", "EmbBackward", "FinalizeGrads", "OptimStep")
 
 
-def _plan(name: str, ahead: dict[str, TaskSchedule], order: tuple[str, ...], stale: tuple[Edge, ...] = ()) -> PlanSpec:
+def _make_plan_spec(
+    name: str, ahead: dict[str, TaskSchedule], order: tuple[str, ...], stale: tuple[Edge, ...] = ()
+) -> PlanSpec:
     """Plan in which each task without an entry in *ahead* runs in the period in which its batch is trained."""
     schedule = {task: ahead.get(task, TaskSchedule()) for task in (*_LOOKUP, *_STEP)}
     return PlanSpec(name, schedule, order, stale=stale)
@@ -39,7 +41,7 @@ def _plan(name: str, ahead: dict[str, TaskSchedule], order: tuple[str, ...], sta
 
 # NVIDIA's JaggedMegatronPrefetchTrainPipelineSparseDist, step by step: TorchRec's prefetch pipeline with the prefetch
 # in a separate thread, overlapped with the backward pass.
-_PREFETCH = _plan(
+_PREFETCH = _make_plan_spec(
     "prefetch",
     {
         "H2DAndShuffle": TaskSchedule(2, "memcpy"),
@@ -53,9 +55,9 @@ _PREFETCH = _plan(
     ),
 )
 _NAMED = (
-    _plan("serial", {}, ()),
+    _make_plan_spec("serial", {}, ()),
     # TorchRec's TrainPipelineSparseDist, step by step.
-    _plan(
+    _make_plan_spec(
         "base",
         {
             "H2DAndShuffle": TaskSchedule(2, "memcpy"),
@@ -71,7 +73,7 @@ _NAMED = (
     ),
     # A worker thread copies the next batch and distributes its ids while this batch trains. The ids are submitted
     # between two collectives of the main thread, at a point that is the same on all ranks.
-    _plan(
+    _make_plan_spec(
         "threaded_input",
         {
             "H2DAndShuffle": TaskSchedule(1, "input", "input"),
@@ -90,7 +92,7 @@ _NAMED = (
     replace(_PREFETCH.move("EmbPrefetch", after="EmbInputDistWait"), name="early_prefetch"),
     # TorchRec's TrainPipelineFusedSparseDist. Tables are updated in the backward of their lookups, so the lookup of the
     # next batch overlaps with the rest of this one: reduction of dense gradients, optimizer step and logging.
-    _plan(
+    _make_plan_spec(
         "fused_sparse_dist",
         {
             "H2DAndShuffle": TaskSchedule(2, "memcpy"),
@@ -106,7 +108,7 @@ _NAMED = (
     ),
     # TorchRec's TrainPipelineSemiSync, stale from the first batch and without stash_gradients. The lookup stays on the
     # current stream: on another stream, the table values that it reads would depend on which stream is faster.
-    _plan(
+    _make_plan_spec(
         "semi_sync",
         {
             "H2DAndShuffle": TaskSchedule(3, "memcpy"),
@@ -157,13 +159,13 @@ def recsys_plan(plan: str | Path | PipelinePlan, tasks: Sequence[PipelineTask]) 
 def plan_of_spec(spec: PlanSpec, tasks: Sequence[PipelineTask]) -> PipelinePlan:
     """Build the plan of *spec*. The balancer's tasks and the average of replicas are in it only if *tasks* has them."""
     names = [task.name for task in tasks]
-    spec = _with_replicas(spec) if SYNC_REPLICAS in names else spec.without([SYNC_REPLICAS])
+    spec = _add_table_replica_sync_task(spec) if SYNC_REPLICAS in names else spec.without([SYNC_REPLICAS])
     # If gradients are scaled late (recsys_tasks(scaled_late=True)), the tables' backward follows the optimizer step.
     if [name for name in names if name in ("EmbBackward", "OptimStep")] == ["OptimStep", "EmbBackward"]:
         spec = _with_late_backward(spec)
-    spec = _with_balancing(spec, names) if not set(BALANCING).isdisjoint(names) else spec.without(BALANCING)
-    if looks_up_ahead(spec):
-        _check_lookups(spec.name, tasks)
+    spec = _add_balancer_tasks(spec, names) if not set(BALANCING).isdisjoint(names) else spec.without(BALANCING)
+    if looks_up_embeddings_ahead(spec):
+        _check_can_look_up_embeddings_ahead(spec.name, tasks)
     for task, where in spec.schedule.items():
         if where.thread_group != MAIN and task in _ON_MAIN:
             raise PlanError(
@@ -174,7 +176,7 @@ def plan_of_spec(spec: PlanSpec, tasks: Sequence[PipelineTask]) -> PipelinePlan:
     return PipelinePlan.from_spec(spec, tasks)
 
 
-def _with_balancing(plan: PlanSpec, names: Sequence[str]) -> PlanSpec:
+def _add_balancer_tasks(plan: PlanSpec, names: Sequence[str]) -> PlanSpec:
     """Add the tasks of a balancer to a plan that names neither: in the copy's stage, otherwise as the input dist.
 
     The gather follows the copy and the extra tasks directly behind it, and the exchange follows the dense forward:
@@ -197,7 +199,7 @@ def _with_balancing(plan: PlanSpec, names: Sequence[str]) -> PlanSpec:
     return plan.insert(exchange, where, before=before)
 
 
-def _with_replicas(plan: PlanSpec) -> PlanSpec:
+def _add_table_replica_sync_task(plan: PlanSpec) -> PlanSpec:
     """Add the average to a plan that does not name it, directly after the tables' backward: before any later lookup.
 
     A lookup that does not wait for the tables' backward does not wait for the average either. A dependence of the
@@ -222,7 +224,7 @@ def lookup_state_besides_tables(tasks: Sequence[PipelineTask]) -> list[str]:
     ]
 
 
-def _check_lookups(plan: str, tasks: Sequence[PipelineTask]) -> None:
+def _check_can_look_up_embeddings_ahead(plan: str, tasks: Sequence[PipelineTask]) -> None:
     if read := lookup_state_besides_tables(tasks):
         raise PlanError(
             f"plan {plan!r} looks up batches ahead of their turn, but the lookups of this model also read"
@@ -233,7 +235,7 @@ def _check_lookups(plan: str, tasks: Sequence[PipelineTask]) -> None:
         )
 
 
-def needs_input_group(plan: PipelinePlan) -> bool:
+def needs_input_dist_process_group(plan: PipelinePlan) -> bool:
     """Return True if the input dist needs a process group in addition to the tables'. Ranks pass the same plan."""
     world = dist.group.WORLD
     # If no task runs ahead, no other collective is in flight: a group only pays off for Gloo across hosts.
@@ -261,12 +263,12 @@ def with_transfer_on_main(plan: PipelinePlan) -> PipelinePlan:
     return PipelinePlan.from_spec(replace(plan.spec, schedule=schedule), plan.tasks.values())
 
 
-def looks_up_ahead(plan: PipelinePlan | PlanSpec) -> bool:
+def looks_up_embeddings_ahead(plan: PipelinePlan | PlanSpec) -> bool:
     """Return True if *plan* looks up batches before their turn; the state read there may change until then."""
     return plan.schedule.get("EmbForward", TaskSchedule()).stage > 0
 
 
-def suits_caches(plan: PipelinePlan) -> bool:
+def plan_supports_cached_tables(plan: PipelinePlan) -> bool:
     """Return True if *plan* trains tables with a cache on the GPU (``fused_uvm_caching``) to the serial values.
 
     Rows are prefetched at most one batch ahead, and looked up after the backward of the previous batch.

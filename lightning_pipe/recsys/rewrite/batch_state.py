@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torchrec.distributed.types import Awaitable
 
-from lightning_pipe.recsys.kernels.kernel_calls import KernelGradients, LookupCalls
+from lightning_pipe.recsys.kernels.kernel_calls import KernelOutputGradients, LookupCalls
 from lightning_pipe.recsys.modules.call_arguments import Arguments, PostprocessResults
-from lightning_pipe.recsys.rewrite.boundary import Cut, cut_output
+from lightning_pipe.recsys.rewrite.boundary import EmbeddingCut, cut_output
 from lightning_pipe.recsys.rewrite.input_dist import SplitsRequest
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class PendingFeatures:
 
 
 @dataclass
-class Features:
+class DistributedFeatures:
     """State after EmbPrefetch: each module's distributed features, and the error of its :class:`PendingFeatures`."""
 
     inputs: ModuleInputs
@@ -63,7 +63,7 @@ class ModuleCall:
     """One call of a sharded module in a step."""
 
     name: str
-    cuts: list[Cut]
+    cuts: list[EmbeddingCut]
     lookups: LookupCalls | None = None  # if they are captured
 
 
@@ -76,20 +76,20 @@ class Embeddings:
         self.ready: dict[str, Any] = {}
         self.calls: list[ModuleCall] = []  # in the order of the lookups, which is the same on every rank
         # Of the first half of the tables' backward, if that runs in two halves.
-        self.kernel_gradients: KernelGradients | None = None
+        self.kernel_gradients: KernelOutputGradients | None = None
         self._rows: list[BatchRows] = []
 
     def add(self, name: str, output: Any, lookups: LookupCalls | None = None) -> Any:
         """Cut the awaited ``output`` of one call of the module ``name``, and return the output for the step."""
-        cuts: list[Cut] = []
+        cuts: list[EmbeddingCut] = []
         passed_on = cut_output(output, cuts)
         self.calls.append(ModuleCall(name, cuts, lookups))
         return passed_on
 
-    def keep_ready(self, name: str, output: Any, lookups: LookupCalls | None = None) -> None:
+    def add_ready_output(self, name: str, output: Any, lookups: LookupCalls | None = None) -> None:
         self.ready[name] = self.add(name, output, lookups)
 
-    def cuts(self) -> Iterator[Cut]:
+    def cuts(self) -> Iterator[EmbeddingCut]:
         for call in self.calls:
             yield from call.cuts
 

@@ -2,7 +2,7 @@
 
     lookup, output dist ──► source ─ ─ ─(no autograd edge)─ ─ ─► cut output ──► user's dense part ──► loss
                               ▲                                      │
-                              └──── EmbBackward: Cut.gradient ◄──────┘ DenseBackward stops here and leaves the gradient
+                              └──── EmbBackward: cut.gradient ◄──────┘ DenseBackward stops here and leaves the gradient
 
 The cut output is neither a leaf nor a view, so users may change it in place. It shares the memory of the source, and
 also its version counter: if an operation of the output dist ever saved its result for backward, an in-place change
@@ -21,7 +21,7 @@ from lightning_pipe._compat.torch import is_view
 from lightning_pipe.recsys.modules.output_order import OrderedKeyedTensor
 
 
-class Cut:
+class EmbeddingCut:
     """One tensor at the boundary."""
 
     __slots__ = ("gradient", "name", "source")
@@ -42,23 +42,23 @@ class _Boundary(torch.autograd.Function):
     """Identity without an autograd edge: the anchor makes the result require grad, and the cut gets the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, detached: torch.Tensor, cut: Cut) -> torch.Tensor:
+    def forward(ctx: Any, anchor: torch.Tensor, detached: torch.Tensor, cut: EmbeddingCut) -> torch.Tensor:
         ctx.cut = cut
         return detached.detach()  # a new tensor: if the argument was returned, the result would be a view of it
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, None, None]:
-        cut: Cut = ctx.cut
+        cut: EmbeddingCut = ctx.cut
         cut.gradient = gradient if cut.gradient is None else cut.gradient + gradient
         return None, None, None
 
 
-def cut_tensor(source: torch.Tensor, cuts: list[Cut], name: str = "") -> torch.Tensor:
+def cut_tensor(source: torch.Tensor, cuts: list[EmbeddingCut], name: str = "") -> torch.Tensor:
     """Return ``source`` for the dense part and add its cut to ``cuts``. A tensor without a graph is returned as is."""
     if not source.requires_grad:
         return source
-    cut = Cut(name, source)
+    cut = EmbeddingCut(name, source)
     cuts.append(cut)
     anchor = torch.empty(0, device=source.device, requires_grad=True)
     # In-place changes fail on one of several views of a tensor (TorchRec splits sequences by feature), so views are
@@ -68,7 +68,7 @@ def cut_tensor(source: torch.Tensor, cuts: list[Cut], name: str = "") -> torch.T
     return result
 
 
-def cut_output(output: Any, cuts: list[Cut]) -> Any:
+def cut_output(output: Any, cuts: list[EmbeddingCut]) -> Any:
     """Cut every differentiable tensor in a sharded module's awaited output."""
     return _map_tensors(output, lambda tensor, name: cut_tensor(tensor, cuts, name), "")
 

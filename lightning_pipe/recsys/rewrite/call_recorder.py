@@ -48,7 +48,7 @@ class Recorder:
             return calls[0][0]
         return f"was called {len(calls)} times in the first step" if calls else "was not called in the first step"
 
-    def call(self, name: str) -> Arguments | None:
+    def get_recorded_arguments(self, name: str) -> Arguments | None:
         """Return the objects that the module's only call passed; None for no call or several calls."""
         calls = self._calls.get(name, [])
         return calls[0][1] if len(calls) == 1 else None

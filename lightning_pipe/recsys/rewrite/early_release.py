@@ -48,7 +48,7 @@ class EarlyRelease:
         self._of_loaders: WeakSet[KeyedJaggedTensor] = WeakSet()
         self._looked_up_in_step: frozenset[str] | None = None
 
-    def mark_loader_features(self, loader_batch: Any, device_batch: Any) -> None:
+    def exclude_loader_features(self, loader_batch: Any, device_batch: Any) -> None:
         """Record objects that a batch on the device shares with the loader's batch."""
         loader_ids = {id(piece) for _, piece in iterate_leaves(loader_batch) if isinstance(piece, KeyedJaggedTensor)}
         for _, piece in iterate_leaves(device_batch):
@@ -61,17 +61,20 @@ class EarlyRelease:
         for entry in self._sharded.values():
             for source in () if entry.arguments is None else _sources(entry.arguments):
                 features = source.resolve(inputs.batch, inputs.postprocessed)
-                if not isinstance(features, KeyedJaggedTensor) or not self._is_free(features):
+                if not isinstance(features, KeyedJaggedTensor) or not self._can_release_features(features):
                     continue
                 if source.resolve(inputs.batch, inputs.postprocessed) is features:
                     released[id(features)] = features
         for features in released.values():
             _release(features)
 
-    def _is_free(self, features: KeyedJaggedTensor) -> bool:
+    def _can_release_features(self, features: KeyedJaggedTensor) -> bool:
         if self._looked_up_in_step is None:
             self._looked_up_in_step = frozenset(
-                key for module in self._sharded.values() if module.arguments is None for key in module.features or ("",)
+                key
+                for module in self._sharded.values()
+                if module.arguments is None
+                for key in module.feature_names or ("",)
             )
         # A module whose features are unknown may look up any feature.
         in_step = self._looked_up_in_step
@@ -108,7 +111,7 @@ class ReleasedTensor(Tensor):
         ) from error
 
 
-def _without_values(tensor: Tensor) -> Tensor:
+def _make_released_tensor(tensor: Tensor) -> Tensor:
     return torch.empty_like(tensor, device="meta").as_subclass(ReleasedTensor)
 
 
@@ -139,6 +142,6 @@ def _release(features: KeyedJaggedTensor) -> None:
     weights = features.weights_or_none()
     set_kjt_tensors(
         features,
-        values=_without_values(features.values()),
-        weights=None if weights is None else _without_values(weights),
+        values=_make_released_tensor(features.values()),
+        weights=None if weights is None else _make_released_tensor(weights),
     )

@@ -5,7 +5,7 @@ replaced forwards of these return an :class:`OutgoingFeatures` instead of sendin
 threads, they work as the original ones, on the module's process group.
 
     SplitsRequest         number of ids and batch size of each key, and statuses: one all-to-all for all modules
-    SplitsRequest.wait    the only wait of the host, which must know the sizes of the next messages
+    SplitsRequest.wait_and_send_tensors    the only wait of the host, which must know the sizes of the next messages
     Tensors               lengths, ids and weights: one all-to-all each, of each part
 
 The numbers of this rank reach the device in one copy that the host does not wait for. Those that only the device knows
@@ -29,8 +29,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_pipe.engine.ranks.batch_status import STATUS_SIZE, BatchStatusExchange
 from lightning_pipe.engine.runtime.devices import current_stream
-from lightning_pipe.recsys.batches.transfer import to_device
-from lightning_pipe.recsys.rewrite.routes import OutgoingFeatures, Route, TensorsRequest
+from lightning_pipe.recsys.batches.transfer import move_tensor_to_device
+from lightning_pipe.recsys.rewrite.routes import KJTAllToAllRoute, OutgoingFeatures, TensorsRequest
 
 _this_thread = threading.local()
 # Position, from the end, of the number that tells that a rank has no sizes.
@@ -53,7 +53,7 @@ class FusableAllToAll:
     def __init__(self, all_to_all: KJTAllToAll, group: dist.ProcessGroup, int32: bool = False) -> None:
         self._all_to_all = all_to_all
         self._original = all_to_all.forward
-        self._route = Route(all_to_all, group, int32)
+        self._route = KJTAllToAllRoute(all_to_all, group, int32)
 
     def __call__(self, features: KeyedJaggedTensor) -> Any:
         return (
@@ -69,12 +69,12 @@ class FusableAllToAll:
         self._all_to_all.__dict__.pop("forward", None)
 
 
-def parts_of(request: KJTListSplitsAwaitable[Any]) -> list[OutgoingFeatures]:
+def collect_outgoing_features(request: KJTListSplitsAwaitable[Any]) -> list[OutgoingFeatures]:
     """Parts in the result of a module's ``input_dist``. Data-parallel tables have none."""
     return [part for part in request.awaitables if isinstance(part, OutgoingFeatures)]
 
 
-class SplitsLayout:
+class SplitsMessageLayout:
     """Positions of the numbers that ranks send to each other, equal for all batches.
 
     A rank makes all its numbers in the order of its parts: the ids of each key, then the batch size (or sizes). Two
@@ -82,7 +82,7 @@ class SplitsLayout:
     numbers of each rank from it.
     """
 
-    def __init__(self, routes: Sequence[Route], device: torch.device) -> None:
+    def __init__(self, routes: Sequence[KJTAllToAllRoute], device: torch.device) -> None:
         self.routes = routes
         self.group, self.device = routes[0].group, device
         self.lengths: list[slice] = []
@@ -118,7 +118,7 @@ class PendingSizes:
         is_known: True if the host knows the numbers of this rank.
     """
 
-    def __init__(self, layout: SplitsLayout, numbers: torch.Tensor, is_known: bool) -> None:
+    def __init__(self, layout: SplitsMessageLayout, numbers: torch.Tensor, is_known: bool) -> None:
         self._layout = layout
         self._stream = current_stream(layout.device)
         self._numbers = None if is_known else numbers
@@ -146,7 +146,7 @@ class PendingSizes:
             self.numbers = numbers[end:]
         return self._rows
 
-    def statuses(self) -> list[list[int]]:
+    def wait_batch_statuses(self) -> list[list[int]]:
         """Wait for the numbers, and return the status of each rank's next batch."""
         with torch.get_device_module(self._layout.device).stream(self._stream) if self._stream else nullcontext():
             return [row[-STATUS_SIZE:] for row in self.wait()]
@@ -164,7 +164,7 @@ class SplitsRequest:
 
     def __init__(
         self,
-        layout: SplitsLayout | None,
+        layout: SplitsMessageLayout | None,
         requests: Mapping[str, KJTListSplitsAwaitable[Any]] | None,
         contexts: Mapping[str, Any],
         statuses: BatchStatusExchange | None = None,
@@ -172,7 +172,7 @@ class SplitsRequest:
         self._layout = layout
         self._requests = requests or {}
         self._contexts = contexts
-        self._parts = [part for request in self._requests.values() for part in parts_of(request)]
+        self._parts = [part for request in self._requests.values() for part in collect_outgoing_features(request)]
         if layout is None:
             return
         numbers = [0] * layout.size
@@ -181,26 +181,26 @@ class SplitsRequest:
             numbers[strides] = part.strides
             if part.lengths is not None:
                 numbers[lengths] = part.lengths
-        status = None if statuses is None else statuses.take(layout.group)
+        status = None if statuses is None else statuses.take_status_to_send(layout.group)
         if status is not None:
             numbers[-STATUS_SIZE:] = status
-        sent = to_device(torch.tensor(numbers), layout.device)
+        sent = move_tensor_to_device(torch.tensor(numbers), layout.device)
         for part, lengths in zip(self._parts, layout.lengths, strict=requests is not None):
             if part.lengths is None:
-                sent[lengths] = part.summed_lengths()
+                sent[lengths] = part.sum_lengths_per_key()
         self._sizes = PendingSizes(layout, sent, all(part.lengths is not None for part in self._parts))
         if statuses is not None and status is not None:
-            statuses.travels_in(self._sizes)
+            statuses.set_carrying_message(self._sizes)
 
     def any_failed(self) -> bool:
         """Wait for the sizes. Return True if any rank has none."""
         return self._layout is not None and any(row[_FAILED] for row in self._sizes.wait())
 
-    def wait(self) -> dict[str, Awaitable[Any]]:
+    def wait_and_send_tensors(self) -> dict[str, Awaitable[Any]]:
         """Wait for the sizes, submit the all-to-alls of the tensors, and return each module's awaitable for them."""
         if self._layout is None:
             return {name: request.wait() for name, request in self._requests.items()}
-        tensors = self._send(self._layout)
+        tensors = self._send_feature_tensors(self._layout)
         awaitables_by_name: dict[str, Awaitable[Any]] = {}
         for name, request in self._requests.items():
             context = self._contexts[name]
@@ -209,11 +209,11 @@ class SplitsRequest:
             ]
             for awaitable, sharding in zip(awaitables, getattr(context, "sharding_contexts", ()), strict=False):
                 if isinstance(awaitable, TensorsRequest):
-                    awaitable.fill_dist_context(sharding)
+                    awaitable.fill_sharding_context(sharding)
             awaitables_by_name[name] = KJTListAwaitable(awaitables, context)
         return awaitables_by_name
 
-    def _send(self, layout: SplitsLayout) -> Iterator[TensorsRequest]:
+    def _send_feature_tensors(self, layout: SplitsMessageLayout) -> Iterator[TensorsRequest]:
         rows, end = self._sizes.wait(), 0
         for part, lengths in zip(self._parts, layout.lengths, strict=True):
             if part.lengths is None:

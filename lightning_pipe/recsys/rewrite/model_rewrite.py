@@ -24,7 +24,7 @@ from torchrec.distributed.types import ShardedModule
 
 from lightning_pipe.engine.common.errors import InputError, SetupError
 from lightning_pipe.engine.ranks.batch_status import BatchStatusExchange
-from lightning_pipe.engine.ranks.gloo_all_to_all import unwrap_full_duplex
+from lightning_pipe.engine.ranks.gloo_all_to_all import unwrap_full_duplex_group
 from lightning_pipe.engine.ranks.object_collectives import (
     all_reduce_any,
     raise_gathered,
@@ -35,31 +35,37 @@ from lightning_pipe.engine.runtime.devices import current_stream
 from lightning_pipe.engine.runtime.record_stream import record_stream
 from lightning_pipe.engine.runtime.sequencer import end_submission_turn
 from lightning_pipe.engine.runtime.worker import is_worker_thread
-from lightning_pipe.recsys.kernels.fused_kernels import fused_kernels, moves_rows_at_zero_gradient
+from lightning_pipe.recsys.kernels.fused_kernels import find_fused_kernels, moves_rows_at_zero_gradient
 from lightning_pipe.recsys.kernels.kernel_calls import (
     LookupCalls,
     capture_calls,
-    check_capturable,
-    has_dense_kernels,
+    check_calls_can_be_captured,
+    looks_up_replicated_tables,
     supports_late_rates,
     trains_only_tables,
 )
-from lightning_pipe.recsys.kernels.row_adam import row_optimizer
+from lightning_pipe.recsys.kernels.row_adam import get_attached_row_optimizer
 from lightning_pipe.recsys.modules.call_arguments import Arguments, CallArguments, PostprocessResults, same_arguments
 from lightning_pipe.recsys.modules.dynamic_modules import is_dynamic
 from lightning_pipe.recsys.modules.ids_on_wire import IdsOnWire
 from lightning_pipe.recsys.modules.output_order import wait_output
-from lightning_pipe.recsys.rewrite.batch_state import Embeddings, Features, ModuleInputs, PendingFeatures, PendingSplits
+from lightning_pipe.recsys.rewrite.batch_state import (
+    DistributedFeatures,
+    Embeddings,
+    ModuleInputs,
+    PendingFeatures,
+    PendingSplits,
+)
 from lightning_pipe.recsys.rewrite.boundary import detach_output
 from lightning_pipe.recsys.rewrite.call_recorder import Recorder
 from lightning_pipe.recsys.rewrite.early_release import EarlyRelease, shallow_copy_arguments
-from lightning_pipe.recsys.rewrite.input_dist import SplitsLayout, SplitsRequest, defer_input_dists
+from lightning_pipe.recsys.rewrite.input_dist import SplitsMessageLayout, SplitsRequest, defer_input_dists
 from lightning_pipe.recsys.rewrite.resolution import Method, Resolution
 from lightning_pipe.recsys.rewrite.sharded_modules import (
     AnnouncedCall,
     ShardedModuleEntry,
     find_sharded_modules,
-    lookup_mode,
+    match_lookups_to_grad_mode,
     sum_lengths_on_host,
 )
 from lightning_pipe.recsys.rewrite.table_backward import TableBackward
@@ -126,7 +132,7 @@ class ModelRewrite:
         model = get_unwrapped_module(model)
         sharded = find_sharded_modules(model, validate_ids, ids_on_wire)
         first = next(iter(sharded.values()))
-        group = input_group if input_group is not None else first.own_group
+        group = input_group if input_group is not None else first.process_group
         self._agree_group = agree_group if agree_group is not None else group
         self._model = model
         self._sharded = sharded
@@ -139,7 +145,7 @@ class ModelRewrite:
         status = status_group if status_group is not None else group
         self._status_group = status if status is not None and status.size() > 1 else None
         # A rank only knows the kernels of its shards, but all ranks must behave alike.
-        modules = self.modules.values()
+        modules = self.sharded_modules.values()
         by_rows, some_cannot_follow, self.skips_unused_in_backward = all_reduce_any(
             [
                 _has_row_optimizers(modules),
@@ -150,11 +156,13 @@ class ModelRewrite:
         )
         self.splits_backward = split_backward or by_rows
         if self.splits_backward:
-            run_on_all_ranks(lambda: check_capturable(self.modules), "", self._agree_group, InputError)
+            run_on_all_ranks(
+                lambda: check_calls_can_be_captured(self.sharded_modules), "", self._agree_group, InputError
+            )
         self.looks_ahead = look_ahead and not some_cannot_follow
-        self.tables_backward = TableBackward(self.modules, self._agree_group)
+        self.tables_backward = TableBackward(self.sharded_modules, self._agree_group)
         self._lookup_stream = current_stream(self._device)
-        self._layout: SplitsLayout | None = None
+        self._layout: SplitsMessageLayout | None = None
         self._serving: Embeddings | None = None
         self._recorder: Recorder | None = None
         self.announce_lookup: Callable[[AnnouncedCall], None] | None = None
@@ -167,27 +175,27 @@ class ModelRewrite:
         return self._model
 
     @property
-    def resolved(self) -> bool:
+    def is_resolved(self) -> bool:
         """True if it is known which modules are pipelined. Until then, batches must be trained serially."""
         return self._resolution.done
 
     @property
     def needs_recording(self) -> bool:
         """True if the method observes the first step, which must then be trained serially."""
-        return self._resolution.records
+        return self._resolution.needs_recording
 
     @property
-    def only_tables(self) -> bool:
+    def sharded_modules_train_only_tables(self) -> bool:
         """True if the sharded modules train only tables, and no feature processors."""
-        return all(map(trains_only_tables, self.modules.values()))
+        return all(map(trains_only_tables, self.sharded_modules.values()))
 
     @property
     def has_replicated_tables(self) -> bool:
         """True if this rank looks up replicated tables, which no kernel trains."""
-        return any(map(has_dense_kernels, self.modules.values()))
+        return any(map(looks_up_replicated_tables, self.sharded_modules.values()))
 
     @property
-    def attached(self) -> bool:
+    def is_attached(self) -> bool:
         """True while the forwards are replaced."""
         return self._attached
 
@@ -197,7 +205,7 @@ class ModelRewrite:
         return {name: entry.arguments for name, entry in self._sharded.items() if entry.arguments is not None}
 
     @property
-    def unpipelined(self) -> dict[str, str]:
+    def unpipelined_reasons(self) -> dict[str, str]:
         """The other sharded modules, with the reason why each is not pipelined."""
         return {name: entry.reason for name, entry in self._sharded.items() if entry.arguments is None}
 
@@ -206,11 +214,11 @@ class ModelRewrite:
         """The post-processing modules that run ahead, with the sources of their arguments in a batch."""
         arguments_by_name: dict[str, CallArguments] = {}
         for arguments in self.pipelined.values():
-            arguments_by_name |= arguments.postprocesses()
+            arguments_by_name |= arguments.collect_postprocess_calls()
         return arguments_by_name
 
     @property
-    def modules(self) -> dict[str, ShardedModule[Any, Any, Any, Any]]:
+    def sharded_modules(self) -> dict[str, ShardedModule[Any, Any, Any, Any]]:
         """All sharded modules by name."""
         return {name: entry.module for name, entry in self._sharded.items()}
 
@@ -223,7 +231,7 @@ class ModelRewrite:
         """Replace the forwards, also after ``detach``. Results of the resolution are kept."""
         if not self._attached:
             for entry in self._sharded.values():
-                entry.install(partial(self._called, entry))
+                entry.install(partial(self._run_replaced_forward, entry))
             self._attached = True
             self._attach_postprocesses()
 
@@ -254,7 +262,7 @@ class ModelRewrite:
         Yields:
             The embeddings of the step, for ``backward``.
         """
-        with self.serving(Embeddings(self._inputs(batch)), batch) as embeddings:
+        with self.using_looked_up_embeddings(Embeddings(self._create_empty_module_inputs(batch)), batch) as embeddings:
             yield embeddings
 
     def transferring(self, batch: Any) -> AbstractContextManager[None]:
@@ -262,10 +270,10 @@ class ModelRewrite:
         # On a CPU, ``prepare`` checks the features that modules get.
         return _NOTHING if self._device.type == "cpu" else sum_lengths_on_host(self._sharded.values(), batch)
 
-    def transferred(self, loader_batch: Any, device_batch: Any) -> None:
+    def exclude_loader_features_from_release(self, loader_batch: Any, device_batch: Any) -> None:
         """Record that a batch was moved to the device: objects that it shares with the loader's are not released."""
         if self._early_release is not None:
-            self._early_release.mark_loader_features(loader_batch, device_batch)
+            self._early_release.exclude_loader_features(loader_batch, device_batch)
 
     def start_input_dist(self, batch: Any, error: Exception | None = None) -> PendingSplits:
         """Take the pipelined modules' arguments from the transferred batch, and submit all splits together.
@@ -280,18 +288,18 @@ class ModelRewrite:
             InputError: this rank's batch cannot be trained, if it is the only rank. With several ranks, or in a
                 worker, ``wait_splits`` raises it, on all ranks.
         """
-        if not self.resolved:
+        if not self.is_resolved:
             raise_together(error, "", self._agree_group, InputError)
-            self._resolution.resolve_before_step(batch)
+            self._resolution.check_first_batch_and_resolve(batch)
             self._attach_postprocesses()
-        splits = PendingSplits(self._inputs(batch))
+        splits = PendingSplits(self._create_empty_module_inputs(batch))
         pipelined = [entry for entry in self._sharded.values() if entry.arguments is not None]
         requests: dict[str, Any] = {}
         try:
             if error is not None:
                 raise error
             checked: dict[int, object] = {}
-            prepared = [self._arguments(entry, splits.inputs, checked) for entry in pipelined]
+            prepared = [self._resolve_checked_arguments(entry, splits.inputs, checked) for entry in pipelined]
             if self._early_release is not None:
                 prepared = [shallow_copy_arguments(call) for call in prepared]
             with defer_input_dists():
@@ -302,7 +310,7 @@ class ModelRewrite:
             if self._status_group is None and not is_worker_thread():
                 raise
             splits.error = problem
-        layout = self._splits_layout(pipelined)
+        layout = self._get_splits_message_layout(pipelined)
         if self._status_group is not None and (layout is None or self._status_group is not self._group):
             failed = torch.full((1,), int(splits.error is not None), dtype=torch.int32, device=self._device)
             work = dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=self._status_group, async_op=True)
@@ -315,12 +323,12 @@ class ModelRewrite:
                 self._early_release.release(splits.inputs)
         return splits
 
-    def _splits_layout(self, pipelined: Sequence[ShardedModuleEntry]) -> SplitsLayout | None:
+    def _get_splits_message_layout(self, pipelined: Sequence[ShardedModuleEntry]) -> SplitsMessageLayout | None:
         routes = [route for entry in pipelined for route in entry.routes]
         if not routes:
             return None
         if self._layout is None or self._layout.routes != routes:
-            self._layout = SplitsLayout(routes, self._device)
+            self._layout = SplitsMessageLayout(routes, self._device)
         return self._layout
 
     def rebuild_inputs(self, batch: Any, contexts: dict[str, Any]) -> ModuleInputs:
@@ -330,11 +338,11 @@ class ModelRewrite:
             batch: transferred batch with the same features as the distributed one.
             contexts: contexts of the distributed batch.
         """
-        inputs = self._inputs(batch)
+        inputs = self._create_empty_module_inputs(batch)
         inputs.contexts = contexts
         for entry in self._sharded.values():
             if entry.arguments is not None:
-                inputs.arguments[entry.name] = entry.take_arguments(batch, inputs.postprocessed)
+                inputs.arguments[entry.name] = entry.resolve_arguments(batch, inputs.postprocessed)
         return inputs
 
     def wait_splits(self, splits: PendingSplits) -> PendingFeatures:
@@ -350,10 +358,10 @@ class ModelRewrite:
             splits.status[0].wait()
             any_failed = bool(splits.status[1].item())
         if any_failed:
-            raise_gathered(splits.error, "", unwrap_full_duplex(self._status_group), InputError)
-        return PendingFeatures(splits.inputs, {} if splits.request is None else splits.request.wait())
+            raise_gathered(splits.error, "", unwrap_full_duplex_group(self._status_group), InputError)
+        return PendingFeatures(splits.inputs, {} if splits.request is None else splits.request.wait_and_send_tensors())
 
-    def wait_inputs(self, requests: PendingFeatures) -> Features:
+    def wait_inputs(self, requests: PendingFeatures) -> DistributedFeatures:
         """Wait for the tensors of *requests*, and let modules with cached tables prefetch the rows of the lookup."""
         inputs = requests.inputs
         # FBGEMM records what it prefetches on the lookup's stream; it expects None if that is the current stream.
@@ -363,9 +371,9 @@ class ModelRewrite:
             features = distributed[name] = tensors.wait()
             record_stream([features, inputs.contexts[name]])
             self._sharded[name].prefetch(features, inputs.contexts[name], lookup_on, self.splits_backward)
-        return Features(inputs, distributed, requests.error)
+        return DistributedFeatures(inputs, distributed, requests.error)
 
-    def lookup(self, features: Features) -> Embeddings:
+    def lookup(self, features: DistributedFeatures) -> Embeddings:
         """Look up for all modules, wait for the output dist of each, and cut the outputs.
 
         Without grad mode (evaluation) outputs are not cut and the kernels' step counters do not advance.
@@ -385,19 +393,19 @@ class ModelRewrite:
         modules = {name: self._sharded[name].module for name in features.distributed}
         awaitables: dict[str, Any] = {}
         captured: dict[str, LookupCalls | None] = {}
-        with lookup_mode(*modules.values()):
+        with match_lookups_to_grad_mode(*modules.values()):
             for name, module in modules.items():
-                with self._capturing(module) as captured[name]:
+                with self._capturing_lookup_calls(module) as captured[name]:
                     awaitables[name] = module.compute_and_output_dist(inputs.contexts[name], features.distributed[name])
             end_submission_turn()
             outputs = {name: wait_output(awaitable) for name, awaitable in awaitables.items()}
-        embeddings.hold_rows(_claim_rows(modules.values()))
+        embeddings.hold_rows(_take_pinned_rows(modules.values()))
         for name, output in outputs.items():
-            embeddings.keep_ready(name, output, captured[name])
+            embeddings.add_ready_output(name, output, captured[name])
         return embeddings
 
     @contextmanager
-    def serving(self, embeddings: Embeddings, batch: Any) -> Iterator[Embeddings]:
+    def using_looked_up_embeddings(self, embeddings: Embeddings, batch: Any) -> Iterator[Embeddings]:
         """Context of the user's step on a batch: sharded modules return the outputs that were looked up for it.
 
         Until the model is resolved, this context records, as ``recording`` does, and resolves at its end (a
@@ -412,7 +420,7 @@ class ModelRewrite:
         """
         if self._serving is not None:
             raise SetupError("a step is being served already. End its serving() before the next one begins.")
-        recorder = self._recorder = None if self.resolved else Recorder(batch)
+        recorder = self._recorder = None if self.is_resolved else Recorder(batch)
         self._serving = embeddings
         record_stream(embeddings.inputs.postprocessed.all_results())
         try:
@@ -423,7 +431,7 @@ class ModelRewrite:
             self._resolution.resolve_from_recording(recorder)
             self._attach_postprocesses()
 
-    def backward(
+    def run_embedding_backward(
         self, embeddings: Embeddings, scale: torch.Tensor | float | None = None, *, agree_unused: bool = False
     ) -> None:
         """Send the gradients that the dense backward left at the cuts through output dists and lookups.
@@ -442,7 +450,7 @@ class ModelRewrite:
                 prefetches.enter_context(entry.block_prefetch())
             self.tables_backward.run(embeddings, scale, agree_unused)
 
-    def _called(self, entry: ShardedModuleEntry, /, *positional: Any, **named: Any) -> Any:
+    def _run_replaced_forward(self, entry: ShardedModuleEntry, /, *positional: Any, **named: Any) -> Any:
         embeddings, call = self._serving, (positional, named)
         if embeddings is not None and entry.name in embeddings.ready:
             if not same_arguments(call, embeddings.inputs.arguments[entry.name]):
@@ -459,13 +467,15 @@ class ModelRewrite:
             self._recorder.record_call(entry.name, *call)
         if embeddings is None:
             return self._call_now(entry, call)
-        with self._capturing(entry.module) as lookups:
+        with self._capturing_lookup_calls(entry.module) as lookups:
             output = self._call_now(entry, call)
-        embeddings.hold_rows(_claim_rows([entry.module]))
+        embeddings.hold_rows(_take_pinned_rows([entry.module]))
         return embeddings.add(entry.name, output, lookups)
 
     def _call_now(self, entry: ShardedModuleEntry, call: Arguments) -> Any:
-        return entry.call_now(lambda: self._prepare(entry, call), self._agree_group, self.announce_lookup)
+        return entry.call_now(
+            lambda: self._check_and_conform_arguments(entry, call), self._agree_group, self.announce_lookup
+        )
 
     def run_empty_lookup(self, announced: AnnouncedCall) -> None:
         """Run a lookup that other ranks have announced, with empty features. The output is discarded.
@@ -474,26 +484,28 @@ class ModelRewrite:
             announced: name of the module, and the arguments of the call with features replaced by their forms.
         """
         name, forms = announced
-        self._sharded[name].join_call(forms)
+        self._sharded[name].run_empty_lookup(forms)
 
     def _postprocess(self, name: str, forward: Callable[..., Any], /, *positional: Any, **named: Any) -> Any:
         if self._serving is not None and self._serving.inputs.postprocessed.matches(name, positional, named):
             return self._serving.inputs.postprocessed.result(name)
         return forward(*positional, **named)
 
-    def _inputs(self, batch: Any) -> ModuleInputs:
+    def _create_empty_module_inputs(self, batch: Any) -> ModuleInputs:
         return ModuleInputs(batch, PostprocessResults(self._postprocess_forwards))
 
-    def _arguments(self, entry: ShardedModuleEntry, inputs: ModuleInputs, checked: dict[int, object]) -> Arguments:
+    def _resolve_checked_arguments(
+        self, entry: ShardedModuleEntry, inputs: ModuleInputs, checked: dict[int, object]
+    ) -> Arguments:
         assert entry.arguments is not None
-        call = inputs.arguments[entry.name] = entry.take_arguments(inputs.batch, inputs.postprocessed)
+        call = inputs.arguments[entry.name] = entry.resolve_arguments(inputs.batch, inputs.postprocessed)
         record_stream(call)
-        return self._prepare(entry, call, checked)
+        return self._check_and_conform_arguments(entry, call, checked)
 
-    def _prepare(
+    def _check_and_conform_arguments(
         self, entry: ShardedModuleEntry, call: Arguments, checked: dict[int, object] | None = None
     ) -> Arguments:
-        call = entry.prepare(call, checked)
+        call = entry.check_and_conform_arguments(call, checked)
         if self.splits_backward and entry.form is not None and entry.form.inverse_keys is not None:
             raise InputError(
                 f"sharded module {entry.name!r} got features with a batch size per feature, for which gradients of its"
@@ -501,16 +513,18 @@ class ModelRewrite:
             )
         return call
 
-    def _capturing(self, module: torch.nn.Module) -> AbstractContextManager[LookupCalls | None]:
+    def _capturing_lookup_calls(self, module: torch.nn.Module) -> AbstractContextManager[LookupCalls | None]:
         captures = self.splits_backward or self.looks_ahead
         return capture_calls(module) if captures and torch.is_grad_enabled() else nullcontext()
 
 
 def _has_row_optimizers(modules: Iterable[torch.nn.Module]) -> bool:
-    return any(row_optimizer(kernel) is not None for module in modules for kernel in fused_kernels(module))
+    return any(
+        get_attached_row_optimizer(kernel) is not None for module in modules for kernel in find_fused_kernels(module)
+    )
 
 
-def _claim_rows(modules: Iterable[torch.nn.Module]) -> list[BatchRows]:
+def _take_pinned_rows(modules: Iterable[torch.nn.Module]) -> list[BatchRows]:
     """Return the rows of dynamic tables that these modules have just looked up."""
     dynamic: Iterable[Any] = filter(is_dynamic, modules)
     return [rows for module in dynamic for rows in module.take_pinned_rows()]

@@ -52,10 +52,10 @@ class Resolution:
         self._group = group
 
     @property
-    def records(self) -> bool:
+    def needs_recording(self) -> bool:
         return self._method in ("auto", "record")
 
-    def resolve_before_step(self, batch: Any) -> None:
+    def check_first_batch_and_resolve(self, batch: Any) -> None:
         """Compare the ranks' first batches and, unless the first step must be observed, resolve."""
         jagged = {
             format_path(path): str(FeatureForm.from_features(piece))
@@ -65,19 +65,19 @@ class Resolution:
         check_agreement(
             sorted(jagged.items()), "form of the KeyedJaggedTensors", self._agree_group, error_class=InputError
         )
-        if self.records:
+        if self.needs_recording:
             return  # the step may make its features from other tensors
         try:
             self.resolve_without_step(batch)  # post-processing may make features from a batch without jagged tensors
         except InputError as error:
             if jagged:
                 raise
-            raise self._no_features(batch) from error
+            raise self._missing_features_error(batch) from error
         if not jagged and all(entry.arguments is None for entry in self._sharded.values()):
             self.done = False
-            raise self._no_features(batch)
+            raise self._missing_features_error(batch)
 
-    def _no_features(self, batch: Any) -> InputError:
+    def _missing_features_error(self, batch: Any) -> InputError:
         pieces = ", ".join(f"{format_path(path)} ({type(piece).__name__})" for path, piece in iterate_leaves(batch))
         return InputError(
             f"a batch must hold a KeyedJaggedTensor for the sharded modules {', '.join(self._sharded)}, got a"
@@ -90,18 +90,18 @@ class Resolution:
         candidates: Candidates = {}
         names = [name for name, entry in self._sharded.items() if entry.pipelinable]
         if self._method == "direct":
-            candidates = {name: find_arguments_by_keys(batch, self._sharded[name].features) for name in names}
+            candidates = {name: find_arguments_by_keys(batch, self._sharded[name].feature_names) for name in names}
         else:
             candidates = find_arguments_by_trace(self._model, self._step, names)
-        agreed = self._agree(candidates)
-        results = PostprocessResults(self._postprocess_forwards(agreed))
+        agreed = self._select_agreed_arguments(candidates)
+        results = PostprocessResults(self._get_postprocess_forwards(agreed))
         calls: dict[str, Arguments] = {}
         error: Exception | None = None
         try:
             for name, arguments in agreed.items():
                 entry = self._sharded[name]
                 entry.arguments = arguments
-                calls[name] = entry.prepare(entry.take_arguments(batch, results))
+                calls[name] = entry.check_and_conform_arguments(entry.resolve_arguments(batch, results))
         except Exception as problem:
             error = problem
             for entry in self._sharded.values():
@@ -119,7 +119,7 @@ class Resolution:
         made_in_step = [
             name
             for name, candidate in candidates.items()
-            if isinstance(candidate, str) and recorder.call(name) is not None
+            if isinstance(candidate, str) and recorder.get_recorded_arguments(name) is not None
         ]
         if self._method == "auto" and any(all_gather_objects(bool(made_in_step), self._agree_group)):
             traced = find_arguments_by_trace(self._model, self._step, names)
@@ -130,16 +130,16 @@ class Resolution:
                     comma = "," if why.startswith(COMPUTED) else ";"
                     why = f"{candidates[name]}{comma} {why.removeprefix(COMPUTED)}"
                 candidates[name] = why
-        agreed = self._agree(candidates)
+        agreed = self._select_agreed_arguments(candidates)
         calls: dict[str, Arguments] = {}
         for name, arguments in agreed.items():
-            call = recorder.call(name)
+            call = recorder.get_recorded_arguments(name)
             assert call is not None
             self._sharded[name].arguments = arguments
-            calls[name] = self._sharded[name].prepare(call)
+            calls[name] = self._sharded[name].check_and_conform_arguments(call)
         self._apply_resolution(agreed, calls)
 
-    def _agree(self, candidates: Candidates) -> dict[str, CallArguments]:
+    def _select_agreed_arguments(self, candidates: Candidates) -> dict[str, CallArguments]:
         """Return the inputs that are equal on all ranks, and set the reasons of the other modules."""
         for name, entry in self._sharded.items():
             if not entry.pipelinable:
@@ -162,7 +162,8 @@ class Resolution:
 
     def _apply_resolution(self, agreed: dict[str, CallArguments], calls: dict[str, Arguments]) -> None:
         by_rank = all_gather_objects(
-            {name: self._sharded[name].make_fusable(calls[name], self._group) for name in agreed}, self._agree_group
+            {name: self._sharded[name].make_input_dists_fusable(calls[name], self._group) for name in agreed},
+            self._agree_group,
         )
         for rank, problems in enumerate(by_rank):
             for name, problem in problems.items():
@@ -183,8 +184,8 @@ class Resolution:
                 stacklevel=2,
             )
 
-    def _postprocess_forwards(self, agreed: dict[str, CallArguments]) -> dict[str, Any]:
-        names = {name for arguments in agreed.values() for name in arguments.postprocesses()}
+    def _get_postprocess_forwards(self, agreed: dict[str, CallArguments]) -> dict[str, Any]:
+        names = {name for arguments in agreed.values() for name in arguments.collect_postprocess_calls()}
         return {name: self._model.get_submodule(name).forward for name in names}
 
 

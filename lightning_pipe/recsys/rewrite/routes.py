@@ -21,11 +21,11 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_pipe._compat.torchrec import keys_per_rank, permute_segments
 from lightning_pipe.engine.runtime.record_stream import record_stream
-from lightning_pipe.recsys.batches.transfer import to_device
+from lightning_pipe.recsys.batches.transfer import move_tensor_to_device
 from lightning_pipe.recsys.modules.ids_on_wire import narrow_ids
 
 
-class Route:
+class KJTAllToAllRoute:
     """Keys that one all-to-all sends to each rank, and the order in which this rank needs those that arrive.
 
     Attributes:
@@ -42,33 +42,33 @@ class Route:
         self.variable = False
         self._order: Tensor | None = None
 
-    def own_keys(self, keys: list[str]) -> list[str]:
+    def select_local_keys(self, keys: list[str]) -> list[str]:
         """Keys of this rank, of all keys that are sent."""
         rank = self.group.rank()
         return keys[self.bounds[rank] : self.bounds[rank + 1]]
 
-    def order(self, strides: list[list[int]], device: torch.device) -> Tensor | None:
+    def compute_recat(self, strides: list[list[int]], device: torch.device) -> Tensor | None:
         """Permutation from senders first to keys first, of whole keys, or of bags if batch sizes of ranks differ."""
         if not self.number:
             return None
         if self._order is None:
             # A copy that the host waits for, once: every later stream may use it.
-            self._order = torch.tensor(self._keys_first(), dtype=torch.int32, device=device)
-        if self.variable or self.is_even(strides):
+            self._order = torch.tensor(self._compute_key_recat(), dtype=torch.int32, device=device)
+        if self.variable or self.has_equal_batch_sizes(strides):
             return self._order
         sizes = [stride for (stride,) in strides for _ in range(self.number)]
         ends = [*accumulate(sizes)]
-        ordered = [*accumulate(sizes[key] for key in self._keys_first())]
-        offsets = to_device(torch.tensor([[0, *ends], [0, *ordered]], dtype=torch.int32), device)
+        ordered = [*accumulate(sizes[key] for key in self._compute_key_recat())]
+        offsets = move_tensor_to_device(torch.tensor([[0, *ends], [0, *ordered]], dtype=torch.int32), device)
         bags: Tensor = torch.ops.fbgemm.expand_into_jagged_permute(self._order, *offsets.unbind(), ends[-1])
         return bags
 
     @staticmethod
-    def is_even(strides: list[list[int]]) -> bool:
+    def has_equal_batch_sizes(strides: list[list[int]]) -> bool:
         """True if all ranks have the same batch size."""
         return strides.count(strides[0]) == len(strides)
 
-    def _keys_first(self) -> list[int]:
+    def _compute_key_recat(self) -> list[int]:
         return [sender * self.number + key for key in range(self.number) for sender in self.senders]
 
 
@@ -81,7 +81,7 @@ class OutgoingFeatures:
         tensors: lengths, ids and, if there are any, weights.
     """
 
-    def __init__(self, route: Route, features: KeyedJaggedTensor) -> None:
+    def __init__(self, route: KJTAllToAllRoute, features: KeyedJaggedTensor) -> None:
         self.route = route
         self.keys = features.keys()
         self.variable = features.variable_stride_per_key()
@@ -93,12 +93,12 @@ class OutgoingFeatures:
             lengths, ids = lengths.int(), narrow_ids(ids)
         self.tensors = [lengths, ids] if weights is None else [lengths, ids, weights]
 
-    def summed_lengths(self) -> Tensor:
+    def sum_lengths_per_key(self) -> Tensor:
         """Number of ids of each key, on the device."""
         lengths = self.tensors[0]
         if not self.variable:
             return lengths.view(len(self.keys), self.strides[0]).sum(dim=1)
-        bounds = to_device(torch.tensor([0, *accumulate(self.strides)]), lengths.device)
+        bounds = move_tensor_to_device(torch.tensor([0, *accumulate(self.strides)]), lengths.device)
         totals: Tensor = torch.ops.fbgemm.asynchronous_complete_cumsum(lengths.long())
         return totals[bounds].diff()
 
@@ -119,7 +119,7 @@ class TensorsRequest(Awaitable[KeyedJaggedTensor]):
         super().__init__()
         route, variable = part.route, part.variable
         self._route, self._variable, self._dtypes = route, variable, part.dtypes
-        self._keys = route.own_keys(part.keys)
+        self._keys = route.select_local_keys(part.keys)
         self._lengths, self._strides = lengths, strides
         self.input_splits = [sum(sent[start:end]) for start, end in pairwise(route.bounds)]
         self.output_splits = [sum(row) for row in lengths]
@@ -129,7 +129,7 @@ class TensorsRequest(Awaitable[KeyedJaggedTensor]):
         else:
             bags_sent = [part.strides[0] * (end - start) for start, end in pairwise(route.bounds)]
             bags_received = [row[0] * route.number for row in strides]
-        self._order = route.order(strides, part.tensors[0].device)
+        self._order = route.compute_recat(strides, part.tensors[0].device)
         self._works: list[Any] = []
         self._received: list[Tensor] = []
         # Held until they are sent, and not longer.
@@ -149,7 +149,7 @@ class TensorsRequest(Awaitable[KeyedJaggedTensor]):
                 )
             )
 
-    def fill_dist_context(self, context: Any) -> None:
+    def fill_sharding_context(self, context: Any) -> None:
         """Set what the output dist reads in TorchRec's context of one sharding."""
         values = {
             "input_splits": self.input_splits,
@@ -168,7 +168,7 @@ class TensorsRequest(Awaitable[KeyedJaggedTensor]):
         self._works.clear()
         self._sent.clear()
         record_stream([self._received, self._order])  # made on the stream of the task before
-        lengths, ids, weights = self._keys_first(*self._received)
+        lengths, ids, weights = self._apply_recat(*self._received)
         self._received.clear()  # before the wider copies are made, to limit the memory
         per_key = [sum(of_key) for of_key in zip(*self._lengths, strict=True)]
         return KeyedJaggedTensor(
@@ -182,18 +182,18 @@ class TensorsRequest(Awaitable[KeyedJaggedTensor]):
             offset_per_key=[0, *accumulate(per_key)],
         )
 
-    def _keys_first(
+    def _apply_recat(
         self, lengths: Tensor, ids: Tensor, weights: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         order = self._order
         if order is None:
             return lengths, ids, weights
         if self._variable:
-            sizes = to_device(torch.tensor([self._strides, self._lengths]).flatten(1), ids.device)
+            sizes = move_tensor_to_device(torch.tensor([self._strides, self._lengths]).flatten(1), ids.device)
             lengths, _ = permute_segments(lengths, sizes[0], order)
             ids, weights = permute_segments(ids, sizes[1], order, weights)
             return lengths, ids, weights
-        if not self._route.is_even(self._strides):
+        if not self._route.has_equal_batch_sizes(self._strides):
             permuted = torch.ops.fbgemm.permute_1D_sparse_data(order, lengths, ids, weights, ids.numel())
         elif stride := self._strides[0][0]:
             permuted = torch.ops.fbgemm.permute_2D_sparse_data(

@@ -20,7 +20,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_pipe._compat.torch import tree_map_only
 from lightning_pipe._compat.torchrec import (
-    all_to_all_group,
+    get_all_to_all_group,
     get_all_to_alls,
     is_weighted,
     sharding_group,
@@ -31,10 +31,10 @@ from lightning_pipe.engine.common.errors import InputError, SetupError
 from lightning_pipe.engine.ranks.object_collectives import run_on_all_ranks
 from lightning_pipe.recsys.batches.traversal import iterate_leaves
 from lightning_pipe.recsys.kernels.fused_kernels import (
-    cached_kernels,
     disable_lookup_training,
+    find_uvm_caching_kernels,
+    hide_prefetch_queues_of_modules,
     preserve_pending_lookups,
-    suspend_prefetches,
 )
 from lightning_pipe.recsys.modules.call_arguments import Arguments, CallArguments, PostprocessResults
 from lightning_pipe.recsys.modules.dynamic_modules import is_dynamic
@@ -47,14 +47,14 @@ from lightning_pipe.recsys.modules.feature_checks import (
     check_lengths,
     conform_features,
     refuse_missing_weights,
-    refuse_trained_weights,
+    refuse_trainable_feature_weights,
     shallow_copy_features,
 )
 from lightning_pipe.recsys.modules.ids_on_wire import IdsOnWire, sends_int32
 from lightning_pipe.recsys.modules.output_order import wait_output
 from lightning_pipe.recsys.modules.row_means import ROW_SHARDED_TYPES
-from lightning_pipe.recsys.rewrite.input_dist import FusableAllToAll, defer_input_dists, parts_of
-from lightning_pipe.recsys.rewrite.routes import Route
+from lightning_pipe.recsys.rewrite.input_dist import FusableAllToAll, collect_outgoing_features, defer_input_dists
+from lightning_pipe.recsys.rewrite.routes import KJTAllToAllRoute
 
 _PIPELINED = (
     ShardedEmbeddingBagCollection,
@@ -84,11 +84,13 @@ class ShardedModuleEntry:
         self.arguments: CallArguments | None = None  # sources in a batch; None if not pipelined, or not yet
         # Why it is not pipelined, as the end of a sentence that begins with its name.
         self.reason = "has not been called in a step yet"
-        self.routes: list[Route] = []  # of its input dist, if that sends its splits together with other modules'
+        self.routes: list[
+            KJTAllToAllRoute
+        ] = []  # of its input dist, if that sends its splits together with other modules'
         self.form: FeatureForm | None = None
         # A worker may prefetch rows during calls of the module; the lock serializes the two.
         self.lock = threading.Lock()
-        self._caches = cached_kernels([module])
+        self._caches = find_uvm_caching_kernels([module])
         self._fusable: list[FusableAllToAll] = []
         self._changes_features = isinstance(module, ShardedFeatureProcessedEmbeddingBagCollection)
         maps_ids = isinstance(module, BaseShardedManagedCollisionEmbeddingCollection) or is_dynamic(module)
@@ -105,16 +107,16 @@ class ShardedModuleEntry:
         return torch.device(getattr(self.module, "_device", None) or "cpu")
 
     @property
-    def own_group(self) -> dist.ProcessGroup | None:
+    def process_group(self) -> dist.ProcessGroup | None:
         """Process group that it was sharded over."""
         return sharding_group(self.module)
 
     @cached_property
-    def features(self) -> list[str]:
+    def feature_names(self) -> list[str]:
         """Features that it looks up, in the order of its tables."""
         return list(_tables_by_feature(self.module))
 
-    def prepare(self, arguments: Arguments, checked: dict[int, object] | None = None) -> Arguments:
+    def check_and_conform_arguments(self, arguments: Arguments, checked: dict[int, object] | None = None) -> Arguments:
         """Check a call's features and convert them to the form of the first batch."""
         positional, named = arguments
         features = positional[0] if positional else named.get("features")
@@ -131,13 +133,13 @@ class ShardedModuleEntry:
             check_lengths(self.name, features, self._validates)
             if checked is not None:
                 checked[id(features)] = features
-        refuse_trained_weights(self.name, features)
+        refuse_trainable_feature_weights(self.name, features)
         if isinstance(self.module, ShardedEmbeddingCollection):
             check_has_samples(self.name, features)
         elif isinstance(self.module, ShardedEmbeddingBagCollection) and is_weighted(self.module):
             refuse_missing_weights(self.name, features)
         if self.form is None:
-            check_first_batch(self.name, features, self.features)
+            check_first_batch(self.name, features, self.feature_names)
         else:
             features = conform_features(self.name, features, self.form)
         if self._checked_tables:
@@ -151,7 +153,7 @@ class ShardedModuleEntry:
         return ((features, *positional[1:]), named) if positional else ((), {**named, "features": features})
 
     def _refuse_variable_rows(self) -> None:
-        group = self.own_group
+        group = self.process_group
         if group is None or group.size() == 1 or dist.get_backend(group) != "gloo":
             return
         kinds = sharding_types(self.module)
@@ -164,7 +166,7 @@ class ShardedModuleEntry:
                 f" {'U' if dynamic else 'Shard these tables table_wise or column_wise, or u'}se one batch size."
             )
 
-    def take_arguments(self, batch: Any, results: PostprocessResults) -> Arguments:
+    def resolve_arguments(self, batch: Any, results: PostprocessResults) -> Arguments:
         """Return its call's arguments from ``batch``."""
         assert self.arguments is not None
         try:
@@ -196,7 +198,7 @@ class ShardedModuleEntry:
         announce: Callable[[AnnouncedCall], None] | None,
     ) -> Any:
         """Make a call that no task made ahead: all its steps at once, on the module's process group."""
-        with lookup_mode(self.module):
+        with match_lookups_to_grad_mode(self.module):
             if announce is None:
                 call = run_on_all_ranks(prepare, "", group, InputError)
             else:
@@ -205,20 +207,20 @@ class ShardedModuleEntry:
                     (self.name, tree_map_only(KeyedJaggedTensor, FeatureForm.from_features, call, is_leaf=_is_features))
                 )
             positional, named = call
-            with self._direct():
+            with self._direct_call_context():
                 return wait_output(self.forward(*positional, **named))
 
-    def join_call(self, forms: Arguments) -> None:
+    def run_empty_lookup(self, forms: Arguments) -> None:
         """Take part in a call that other ranks have announced, with empty features. The output is discarded."""
         positional, named = tree_map_only(FeatureForm, lambda form: form.empty(self.device), forms)
-        with lookup_mode(self.module), self._direct():
+        with match_lookups_to_grad_mode(self.module), self._direct_call_context():
             wait_output(self.forward(*positional, **named))
 
     @contextmanager
-    def _direct(self) -> Iterator[None]:
+    def _direct_call_context(self) -> Iterator[None]:
         """Context of direct calls. Without grad mode, caches are restored for the backward of an earlier lookup."""
         restored = nullcontext() if torch.is_grad_enabled() else preserve_pending_lookups([self.module])
-        with self.lock, suspend_prefetches([self.module]), restored:
+        with self.lock, hide_prefetch_queues_of_modules([self.module]), restored:
             yield
 
     def block_prefetch(self) -> AbstractContextManager[Any]:
@@ -228,26 +230,26 @@ class ShardedModuleEntry:
         """
         return self.lock if self._caches else nullcontext()
 
-    def make_fusable(self, arguments: Arguments, group: dist.ProcessGroup | None) -> str | None:
+    def make_input_dists_fusable(self, arguments: Arguments, group: dist.ProcessGroup | None) -> str | None:
         """Prepare its input dists, which its first call built, to send their splits together with other modules'."""
-        self._unfuse()
+        self._restore_all_to_alls()
         self.routes = []
         if group is None:
             return None
         ranks = dist.get_process_group_ranks(group)
         all_to_alls = get_all_to_alls(self.module)
         for all_to_all in all_to_alls:
-            dist_ranks = dist.get_process_group_ranks(all_to_all_group(all_to_all))
+            dist_ranks = dist.get_process_group_ranks(get_all_to_all_group(all_to_all))
             if dist_ranks != ranks:
                 return f"exchanges its inputs among the ranks {dist_ranks}, but the input group has the ranks {ranks}"
         if len(ranks) == 1:
             return None
         self._fusable = [FusableAllToAll(all_to_all, group, self._sends_int32) for all_to_all in all_to_alls]
-        self._fuse()
+        self._install_fusable_all_to_alls()
         with defer_input_dists():
             positional, named = arguments
             request = self.module.input_dist(self.module.create_context(), *positional, **named)
-        parts = parts_of(request)
+        parts = collect_outgoing_features(request)
         for part in parts:
             part.route.variable = part.variable
         self.routes = [part.route for part in parts]
@@ -261,22 +263,22 @@ class ShardedModuleEntry:
                 " or detach() on its pipeline."
             )
         self.module.forward = forward
-        self._fuse()
+        self._install_fusable_all_to_alls()
 
     def restore(self) -> None:
         self.module.__dict__.pop("forward", None)
-        self._unfuse()
+        self._restore_all_to_alls()
 
-    def _fuse(self) -> None:
+    def _install_fusable_all_to_alls(self) -> None:
         for fusable in self._fusable:
             fusable.install()
 
-    def _unfuse(self) -> None:
+    def _restore_all_to_alls(self) -> None:
         for fusable in self._fusable:
             fusable.restore()
 
 
-def lookup_mode(*modules: torch.nn.Module) -> AbstractContextManager[None]:
+def match_lookups_to_grad_mode(*modules: torch.nn.Module) -> AbstractContextManager[None]:
     """Context of lookups. Without grad mode, the kernels' step counters do not advance."""
     return nullcontext() if torch.is_grad_enabled() else disable_lookup_training(modules)
 
@@ -305,10 +307,10 @@ def sum_lengths_on_host(sharded: Collection[ShardedModuleEntry], batch: Any) -> 
     summed: list[KeyedJaggedTensor] = []
     try:
         for _, piece in iterate_leaves(batch):
-            if not isinstance(piece, KeyedJaggedTensor) or not _is_counted_on_host(piece):
+            if not isinstance(piece, KeyedJaggedTensor) or not _has_host_lengths(piece):
                 continue
             keys = set(piece.keys())
-            name = next((entry.name for entry in sharded if keys.issuperset(entry.features or (None,))), None)
+            name = next((entry.name for entry in sharded if keys.issuperset(entry.feature_names or (None,))), None)
             if name is not None:
                 if piece.length_per_key_or_none() is None:
                     summed.append(piece)
@@ -320,7 +322,7 @@ def sum_lengths_on_host(sharded: Collection[ShardedModuleEntry], batch: Any) -> 
             piece.unsync()
 
 
-def _is_counted_on_host(features: KeyedJaggedTensor) -> bool:
+def _has_host_lengths(features: KeyedJaggedTensor) -> bool:
     counts = features.offsets_or_none() if features.lengths_or_none() is None else features.lengths_or_none()
     return counts is not None and counts.device.type == "cpu"
 

@@ -20,7 +20,7 @@ from torchrec.distributed.train_pipeline.tracing import Tracer
 from torchrec.distributed.types import ShardedModule
 
 from lightning_pipe._compat.torchrec import leaf_module_names
-from lightning_pipe.recsys.batches.traversal import Attribute, Item
+from lightning_pipe.recsys.batches.traversal import AttributeStep, ItemStep
 from lightning_pipe.recsys.modules.call_arguments import (
     BatchArgument,
     CallArguments,
@@ -42,7 +42,7 @@ def find_arguments_by_trace(model: torch.nn.Module, step: str, names: Iterable[s
     """Return, for each named sharded module, the arguments of its call or the reason why they are unknown."""
     names = list(names)
     tracer = _StepTracer(leaf_module_names(model), step, names)
-    broken = tracer.trace_until_done(model)
+    broken = tracer.trace_until_modules_called(model)
     calls: dict[str, list[Node]] = {name: [] for name in names}
     for node in tracer.graph.nodes:
         if node.op == "call_module" and node.target in calls:
@@ -53,7 +53,7 @@ def find_arguments_by_trace(model: torch.nn.Module, step: str, names: Iterable[s
         if len(nodes) == 1:
             try:
                 arguments[name] = _call_arguments(nodes[0], batch, model)
-            except _Unknown as reason:
+            except _UnknownArgumentError as reason:
                 arguments[name] = str(reason)
         elif nodes:
             arguments[name] = f"is called {len(nodes)} times in {step}"
@@ -64,11 +64,11 @@ def find_arguments_by_trace(model: torch.nn.Module, step: str, names: Iterable[s
     return arguments
 
 
-class _Done(Exception):
+class _StopTracing(Exception):
     """Raised after all sharded modules were called, so that the rest of the step is not traced."""
 
 
-class _Unknown(Exception):
+class _UnknownArgumentError(Exception):
     """Raised for an argument that does not come from the batch alone."""
 
 
@@ -78,11 +78,11 @@ class _StepTracer(Tracer):
         self.traced_func_name = step
         self._missing = set(names)
 
-    def trace_until_done(self, model: torch.nn.Module) -> str | None:
+    def trace_until_modules_called(self, model: torch.nn.Module) -> str | None:
         """Trace until all sharded modules were called. Return None, or the error that stopped the trace before."""
         try:
             self.trace(model)
-        except _Done:
+        except _StopTracing:
             return None
         except Exception as error:  # any error of the user's step with a proxy
             return f"{type(error).__name__}: {error}".splitlines()[0]
@@ -94,57 +94,57 @@ class _StepTracer(Tracer):
         result = super().call_module(m, forward, args, kwargs)
         self._missing.discard(self.path_of_module(m))
         if not self._missing:
-            raise _Done
+            raise _StopTracing
         return result
 
 
 def _call_arguments(node: Node, batch: Node | None, model: torch.nn.Module) -> CallArguments:
-    positional = tuple(_source(argument, batch, model) for argument in node.args)
-    named = {name: _source(argument, batch, model) for name, argument in node.kwargs.items()}
+    positional = tuple(_find_source(argument, batch, model) for argument in node.args)
+    named = {name: _find_source(argument, batch, model) for name, argument in node.kwargs.items()}
     return CallArguments(positional, named)
 
 
-def _source(argument: Any, batch: Node | None, model: torch.nn.Module) -> Source:
+def _find_source(argument: Any, batch: Node | None, model: torch.nn.Module) -> Source:
     if isinstance(argument, dict):
-        values = tuple(_source(value, batch, model) for value in argument.values())
+        values = tuple(_find_source(value, batch, model) for value in argument.values())
         return ContainerArgument(dict, tuple(argument), values)
     if isinstance(argument, (list, tuple)):
-        values = tuple(_source(value, batch, model) for value in argument)
+        values = tuple(_find_source(value, batch, model) for value in argument)
         return ContainerArgument(list if isinstance(argument, list) else tuple, (), values)
     if not isinstance(argument, Node):
         return ConstantArgument(argument)
     if argument is batch:
         return BatchArgument(())
     if argument.op == "call_module":
-        return _postprocessed(argument, batch, model)
-    step = _access(argument)
+        return _find_postprocess_source(argument, batch, model)
+    step = _convert_node_to_path_step(argument)
     if step is not None:
-        inner = _source(argument.args[0], batch, model)
+        inner = _find_source(argument.args[0], batch, model)
         if isinstance(inner, BatchArgument):
             return BatchArgument((*inner.path, step))
         if isinstance(inner, Postprocessed):
             return Postprocessed(inner.name, inner.arguments, (*inner.path, step))
-    raise _Unknown(f"{COMPUTED}by {argument.op} {argument.target}")
+    raise _UnknownArgumentError(f"{COMPUTED}by {argument.op} {argument.target}")
 
 
-def _access(node: Node) -> Attribute | Item | None:
+def _convert_node_to_path_step(node: Node) -> AttributeStep | ItemStep | None:
     """Return the step of a path that ``node`` represents: an attribute, an item, or ``get`` of a mapping."""
     if len(node.args) != 2 or node.kwargs or isinstance(node.args[1], Node):
         return None
     if node.op == "call_function" and node.target is builtins.getattr:
-        return Attribute(str(node.args[1]))
+        return AttributeStep(str(node.args[1]))
     if (node.op == "call_function" and node.target is operator.getitem) or (
         node.op == "call_method" and node.target == "get"
     ):
-        return Item(node.args[1])
+        return ItemStep(node.args[1])
     return None
 
 
-def _postprocessed(node: Node, batch: Node | None, model: torch.nn.Module) -> Postprocessed:
+def _find_postprocess_source(node: Node, batch: Node | None, model: torch.nn.Module) -> Postprocessed:
     name = str(node.target)
     module = model.get_submodule(name)
     if any(isinstance(child, ShardedModule) for child in module.modules()):
-        raise _Unknown(f"its argument depends on the output of the sharded module {name!r}")
+        raise _UnknownArgumentError(f"its argument depends on the output of the sharded module {name!r}")
     calls = [call for call in node.graph.nodes if call.op == "call_module" and call.target == node.target]
     reasons = {
         "has trainable parameters": any(parameter.requires_grad for parameter in module.parameters()),
@@ -152,5 +152,5 @@ def _postprocessed(node: Node, batch: Node | None, model: torch.nn.Module) -> Po
         f"is called {len(calls)} times": len(calls) > 1,
     }
     for reason in (reason for reason, holds in reasons.items() if holds):
-        raise _Unknown(f"its argument depends on the module {name!r}, which {reason}")
+        raise _UnknownArgumentError(f"its argument depends on the module {name!r}, which {reason}")
     return Postprocessed(name, _call_arguments(node, batch, model))

@@ -17,9 +17,9 @@ from torch import nn
 
 from lightning_pipe.engine.ranks.object_collectives import all_reduce_any
 from lightning_pipe.engine.runtime.record_stream import record_stream
-from lightning_pipe.recsys.kernels.fused_kernels import adjust_iteration_count
-from lightning_pipe.recsys.kernels.kernel_calls import KernelGradients
-from lightning_pipe.recsys.kernels.row_adam import row_optimizer
+from lightning_pipe.recsys.kernels.fused_kernels import add_to_kernel_iteration_counts
+from lightning_pipe.recsys.kernels.kernel_calls import KernelOutputGradients
+from lightning_pipe.recsys.kernels.row_adam import get_attached_row_optimizer
 from lightning_pipe.recsys.rewrite.batch_state import Embeddings, ModuleCall
 
 
@@ -43,22 +43,22 @@ class TableBackward:
         if embeddings.kernel_gradients is None and not _have_present_rates(embeddings):
             self.run_to_kernels(embeddings, agree_unused)
         if embeddings.kernel_gradients is not None:
-            _through_kernels(embeddings.kernel_gradients, scale)
+            _run_kernel_backward(embeddings.kernel_gradients, scale)
         elif calls := self._calls(embeddings, agree_unused):
             cuts = [cut for call in calls for cut in call.cuts]
             torch.autograd.backward([cut.source for cut in cuts], [cut.scaled_gradient(scale) for cut in cuts])
         embeddings.release(trained=True)
 
-    def run_to_kernels(self, embeddings: Embeddings, agree_unused: bool = False) -> KernelGradients:
+    def run_to_kernels(self, embeddings: Embeddings, agree_unused: bool = False) -> KernelOutputGradients:
         """Run the first half: through the output dists, up to the captured calls of the lookups. No table changes."""
-        embeddings.kernel_gradients = _to_kernels(self._calls(embeddings, agree_unused))
+        embeddings.kernel_gradients = _compute_kernel_output_gradients(self._calls(embeddings, agree_unused))
         return embeddings.kernel_gradients
 
     def discard(self, embeddings: Embeddings) -> None:
         """Discard the gradients instead of ``run``: tables and the step counts of their optimizers do not change."""
         for call in embeddings.calls:
             if call.cuts:  # without grad mode, the lookup was not counted
-                adjust_iteration_count(self._modules[call.name], -1)
+                add_to_kernel_iteration_counts(self._modules[call.name], -1)
         if embeddings.kernel_gradients is not None:
             for weights in embeddings.kernel_gradients.replicated:
                 weights.grad = None
@@ -91,18 +91,18 @@ def _have_present_rates(embeddings: Embeddings) -> bool:
     )
 
 
-def _to_kernels(calls: Sequence[ModuleCall]) -> KernelGradients:
+def _compute_kernel_output_gradients(calls: Sequence[ModuleCall]) -> KernelOutputGradients:
     captured = [call.lookups for call in calls if call.lookups is not None]
     kernels = [kernel for lookups in captured for kernel in lookups.kernel_calls]
     replicated = list(dict.fromkeys(weights for lookups in captured for weights in lookups.replicated))
     if not calls:
-        return KernelGradients([], [], [])
+        return KernelOutputGradients([], [], [])
     # A rank without a kernel must run the output dist's backward too, since other ranks wait for it there.
     ends = [output for lookups in captured for output in lookups.outputs]
     cuts = [cut for call in calls for cut in call.cuts]
     inputs = [*(call.output for call in kernels), *replicated, *ends]
     if not inputs:  # a replayed lookup, which calls no kernel
-        return KernelGradients([], [], [])
+        return KernelOutputGradients([], [], [])
     gradients = torch.autograd.grad(
         [cut.source for cut in cuts],
         inputs,
@@ -111,10 +111,10 @@ def _to_kernels(calls: Sequence[ModuleCall]) -> KernelGradients:
     )
     for weights, gradient in zip(replicated, gradients[len(kernels) :], strict=False):
         weights.grad = gradient
-    return KernelGradients(kernels, list(gradients[: len(kernels)]), replicated)
+    return KernelOutputGradients(kernels, list(gradients[: len(kernels)]), replicated)
 
 
-def _through_kernels(kernel_gradients: KernelGradients, scale: torch.Tensor | float | None) -> None:
+def _run_kernel_backward(kernel_gradients: KernelOutputGradients, scale: torch.Tensor | float | None) -> None:
     if kernel_gradients.calls:
         record_stream(kernel_gradients.gradients)
         gradients = (
@@ -123,13 +123,13 @@ def _through_kernels(kernel_gradients: KernelGradients, scale: torch.Tensor | fl
             else [gradient * scale for gradient in kernel_gradients.gradients]
         )
         pairs = list(zip(kernel_gradients.calls, gradients, strict=True))
-        fused = [pair for pair in pairs if row_optimizer(pair[0].kernel) is None]
+        fused = [pair for pair in pairs if get_attached_row_optimizer(pair[0].kernel) is None]
         if fused:
             outputs = [call.output_at_current_rate() for call, _ in fused]
             torch.autograd.backward(outputs, [gradient for _, gradient in fused])
-        for optimizer in dict.fromkeys(row_optimizer(call.kernel) for call in kernel_gradients.calls):
+        for optimizer in dict.fromkeys(get_attached_row_optimizer(call.kernel) for call in kernel_gradients.calls):
             if optimizer is not None:
-                optimizer.step([pair for pair in pairs if row_optimizer(pair[0].kernel) is optimizer])
+                optimizer.step([pair for pair in pairs if get_attached_row_optimizer(pair[0].kernel) is optimizer])
     if scale is not None:
         for weights in kernel_gradients.replicated:
             assert weights.grad is not None

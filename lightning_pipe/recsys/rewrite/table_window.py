@@ -14,7 +14,7 @@ import torch
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import PoolingMode
 from torch import Tensor, nn
 
-from lightning_pipe.recsys.kernels.kernel_calls import KernelCall, KernelGradients, SyntheticKernelCall
+from lightning_pipe.recsys.kernels.kernel_calls import KernelCall, KernelOutputGradients, SyntheticKernelCall
 from lightning_pipe.recsys.modules.managed_collision import set_eviction_hook
 from lightning_pipe.recsys.rewrite.batch_state import Embeddings, release_rows
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _Pair = tuple[KernelCall, Tensor]
 
 
-class TableWindow:
+class TableGradientAccumulator:
     """Gradients of the micro-batches of a window."""
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
@@ -35,7 +35,7 @@ class TableWindow:
         self._overflowed = False
         self._modules = list(modules.values())
         for module in self._modules:
-            set_eviction_hook(module, self._forget_rows)
+            set_eviction_hook(module, self._drop_evicted_gradients)
 
     def __bool__(self) -> bool:
         return bool(self._pairs or self._replicated)
@@ -44,7 +44,7 @@ class TableWindow:
         """Keep the gradients of a micro-batch after the first half of its backward, and the rows that it looked up."""
         kernel_gradients = embeddings.kernel_gradients
         assert kernel_gradients is not None
-        self._take(kernel_gradients)
+        self._accumulate_kernel_gradients(kernel_gradients)
         self._rows += embeddings.hand_over_rows()
         embeddings.kernel_gradients = None
 
@@ -52,14 +52,14 @@ class TableWindow:
         """Add the gradients of the window to those of its last micro-batch, if it has any, and begin a new window."""
         if self:
             if embeddings.kernel_gradients is not None:
-                self._take(embeddings.kernel_gradients)
+                self._accumulate_kernel_gradients(embeddings.kernel_gradients)
             by_kernel: dict[int, list[_Pair]] = {}
             for pair in self._pairs:
                 by_kernel.setdefault(id(pair[0].kernel), []).append(pair)
-            joined = [_join(pairs) for pairs in by_kernel.values()]
+            joined = [_join_kernel_calls(pairs) for pairs in by_kernel.values()]
             for weights, gradient in self._replicated.items():
                 weights.grad = gradient
-            embeddings.kernel_gradients = KernelGradients(
+            embeddings.kernel_gradients = KernelOutputGradients(
                 [call for call, _ in joined], [gradient for _, gradient in joined], list(self._replicated)
             )
         embeddings.hold_rows(self._rows)
@@ -86,10 +86,13 @@ class TableWindow:
         for module in self._modules:
             set_eviction_hook(module, None)
 
-    def _take(self, kernel_gradients: KernelGradients) -> None:
+    def _accumulate_kernel_gradients(self, kernel_gradients: KernelOutputGradients) -> None:
         for call, gradient in zip(kernel_gradients.calls, kernel_gradients.gradients, strict=True):
             self._pairs.append(
-                (SyntheticKernelCall.from_call(call, call.indices, call.offsets, call.weights), gradient)
+                (
+                    SyntheticKernelCall.from_call_with_new_inputs(call, call.indices, call.offsets, call.weights),
+                    gradient,
+                )
             )
         for weights in kernel_gradients.replicated:
             assert weights.grad is not None
@@ -98,41 +101,43 @@ class TableWindow:
             weights.grad = None
 
     @torch.no_grad()
-    def _forget_rows(self, kernel: Any, table: int, rows: Tensor) -> None:
+    def _drop_evicted_gradients(self, kernel: Any, table: int, rows: Tensor) -> None:
         """Drop the gradients of rows that a map has just given to other ids.
 
         Tables with a map are sharded by rows, so their kernels add up bags, and an id can be left out of its bag.
         """
         for place, (call, gradient) in enumerate(self._pairs):
             if call.kernel is kernel:
-                self._pairs[place] = _without_rows(call, gradient, table, rows)
+                self._pairs[place] = _drop_rows_from_kernel_call(call, gradient, table, rows)
 
 
-def _bags(call: KernelCall) -> int:
+def _count_bags_per_feature(call: KernelCall) -> int:
     """Number of bags of each feature."""
     return (call.offsets.numel() - 1) // len(call.kernel.feature_table_map)
 
 
-def _without_rows(call: KernelCall, gradient: Tensor, table: int, rows: Tensor) -> _Pair:
+def _drop_rows_from_kernel_call(call: KernelCall, gradient: Tensor, table: int, rows: Tensor) -> _Pair:
     lengths = call.offsets.diff()
     bag = torch.repeat_interleave(lengths, output_size=call.indices.numel())
     tables = torch.tensor(call.kernel.feature_table_map, device=bag.device)
-    is_kept = (tables[bag // max(_bags(call), 1)] != table) | ~torch.isin(call.indices, rows.to(call.indices))
+    is_kept = (tables[bag // max(_count_bags_per_feature(call), 1)] != table) | ~torch.isin(
+        call.indices, rows.to(call.indices)
+    )
     if call.kernel.pooling_mode == PoolingMode.NONE:
         gradient = gradient[is_kept]
     lengths = torch.zeros_like(lengths).index_add_(0, bag, is_kept.to(lengths.dtype))
     offsets = nn.functional.pad(lengths.cumsum(0), (1, 0)).to(call.offsets.dtype)
     weights = None if call.weights is None else call.weights[is_kept]
-    return SyntheticKernelCall.from_call(call, call.indices[is_kept], offsets, weights), gradient
+    return SyntheticKernelCall.from_call_with_new_inputs(call, call.indices[is_kept], offsets, weights), gradient
 
 
 @torch.no_grad()
-def _join(pairs: Sequence[_Pair]) -> _Pair:
+def _join_kernel_calls(pairs: Sequence[_Pair]) -> _Pair:
     """Join calls of one kernel into a call with all their bags, in the order feature, micro-batch, sample."""
     if len(pairs) == 1:
         return pairs[0]
     calls = [call for call, _ in pairs]
-    features, sizes = len(calls[0].kernel.feature_table_map), [_bags(call) for call in calls]
+    features, sizes = len(calls[0].kernel.feature_table_map), [_count_bags_per_feature(call) for call in calls]
     lengths = torch.cat([call.offsets.diff() for call in calls])
     # Bags are in the order micro-batch, feature, sample. The number of each bag, by feature and micro-batch:
     numbers = torch.arange(lengths.numel()).split([features * size for size in sizes])
@@ -151,6 +156,6 @@ def _join(pairs: Sequence[_Pair]) -> _Pair:
         ]
         weights = torch.cat(call_weights)[ids]
     offsets = nn.functional.pad(lengths.cumsum(0), (1, 0)).to(calls[0].offsets.dtype)
-    return SyntheticKernelCall.from_call(
+    return SyntheticKernelCall.from_call_with_new_inputs(
         calls[-1], torch.cat([call.indices for call in calls])[ids], offsets, weights
     ), gradient

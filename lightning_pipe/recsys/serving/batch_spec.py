@@ -26,7 +26,7 @@ class BatchSpec:
         self._example, self._without = batch, frozenset(without)
         self.names: list[str] = []  # such as "dense" or "sparse.values"
         self._keys: dict[str, list[str]] = {}
-        for name, piece in _named(batch):
+        for name, piece in _iterate_named_leaves(batch):
             if isinstance(piece, KeyedJaggedTensor):
                 self._keys[name] = piece.keys()
                 weights = ["weights"] if piece.weights_or_none() is not None else []
@@ -38,19 +38,21 @@ class BatchSpec:
         self.names = [name for name in self.names if name not in self._without]
         if not self.names:
             raise InputError(f"expected a batch with tensors, got a {type(batch).__name__} without any")
-        jagged = [piece.stride() for _, piece in _named(batch) if isinstance(piece, KeyedJaggedTensor)]
-        tensors = [piece.shape[0] for _, piece in _named(batch) if isinstance(piece, Tensor) and piece.dim()]
+        jagged = [piece.stride() for _, piece in _iterate_named_leaves(batch) if isinstance(piece, KeyedJaggedTensor)]
+        tensors = [
+            piece.shape[0] for _, piece in _iterate_named_leaves(batch) if isinstance(piece, Tensor) and piece.dim()
+        ]
         self.rows = int((jagged + tensors)[0])
 
     def flatten(self, batch: Any) -> list[Tensor]:
         """Return the tensors of a batch of this form, in the order of :attr:`names`."""
-        by_name = self._all(batch)
+        by_name = self._collect_named_tensors(batch)
         return [by_name[name] for name in self.names]
 
     @staticmethod
-    def _all(batch: Any) -> dict[str, Tensor]:
+    def _collect_named_tensors(batch: Any) -> dict[str, Tensor]:
         tensors: dict[str, Tensor] = {}
-        for name, piece in _named(batch):
+        for name, piece in _iterate_named_leaves(batch):
             if isinstance(piece, KeyedJaggedTensor):
                 tensors[f"{name}.values"] = piece.values()
                 tensors[f"{name}.lengths"] = piece.lengths().view(len(piece.keys()), -1)
@@ -60,25 +62,25 @@ class BatchSpec:
                 tensors[name] = piece
         return tensors
 
-    def constant_tensors(self) -> dict[str, Tensor]:
+    def collect_left_out_tensors(self) -> dict[str, Tensor]:
         """Return the example's tensors that are not inputs, without weights, whose size is that of the ids."""
         weights = {f"{name}.weights" for name in self._keys}
-        tensors = self._all(self._example).items()
+        tensors = self._collect_named_tensors(self._example).items()
         return {name: tensor for name, tensor in tensors if name in self._without - weights}
 
     def unflatten(self, tensors: tuple[Tensor, ...], left_out: Mapping[str, Tensor]) -> Any:
         """Return a batch with other tensors, in the order of :attr:`names`, and *left_out* in place of the others."""
         by_name = {**left_out, **dict(zip(self.names, tensors, strict=True))}
 
-        def put(name: str, piece: Any) -> Any:
+        def rebuild_batch_leaf(name: str, piece: Any) -> Any:
             if name not in self._keys:
                 return by_name[name]
             lengths = by_name[f"{name}.lengths"].reshape(-1)
             weights = by_name.get(f"{name}.weights")
             return KeyedJaggedTensor(self._keys[name], by_name[f"{name}.values"], weights, lengths=lengths)
 
-        pieces = (put(name, piece) for name, piece in _named(self._example))
-        return _replaced(self._example, lambda: next(pieces))
+        pieces = (rebuild_batch_leaf(name, piece) for name, piece in _iterate_named_leaves(self._example))
+        return _replace_leaves(self._example, lambda: next(pieces))
 
     def description(self, batch: Any, model: nn.Module) -> dict[str, Any]:
         """Return what a server must know: each tensor's name, type and shape, and the keys of lengths, as plain data.
@@ -120,7 +122,7 @@ class Scorer(nn.Module):
         self.model = model
         self._form = form
         self._left_out: list[str] = []
-        for index, (name, tensor) in enumerate(form.constant_tensors().items()):
+        for index, (name, tensor) in enumerate(form.collect_left_out_tensors().items()):
             self._left_out.append(name)
             self.register_buffer(f"left_out_{index}", tensor)
 
@@ -137,25 +139,25 @@ def unsharded_table_configs(model: nn.Module) -> Iterator[Any]:
         yield from getattr(module, "embedding_bag_configs", getattr(module, "embedding_configs", tuple))()
 
 
-def _named(batch: Any) -> Iterator[tuple[str, Any]]:
+def _iterate_named_leaves(batch: Any) -> Iterator[tuple[str, Any]]:
     for path, piece in iterate_leaves(batch):
         name = "".join(map(str, path)).lstrip(".").replace("['", ".").replace("']", "").lstrip(".")
         yield name or "batch", piece
 
 
-def _replaced(value: Any, next_piece: Callable[[], Any]) -> Any:
+def _replace_leaves(value: Any, next_piece: Callable[[], Any]) -> Any:
     """Return *value* with its pieces replaced in the order of :func:`iterate_leaves`."""
     if isinstance(value, LEAF_TYPES):
         return next_piece()
     if isinstance(value, Mapping):
-        return {key: _replaced(entry, next_piece) for key, entry in value.items()}
+        return {key: _replace_leaves(entry, next_piece) for key, entry in value.items()}
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_replaced(entry, next_piece) for entry in value))
+        return type(value)(*(_replace_leaves(entry, next_piece) for entry in value))
     if isinstance(value, list | tuple):
-        return type(value)(_replaced(entry, next_piece) for entry in value)
+        return type(value)(_replace_leaves(entry, next_piece) for entry in value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         copied = copy.copy(value)
         for field in dataclasses.fields(value):
-            object.__setattr__(copied, field.name, _replaced(getattr(value, field.name), next_piece))
+            object.__setattr__(copied, field.name, _replace_leaves(getattr(value, field.name), next_piece))
         return copied
     return value

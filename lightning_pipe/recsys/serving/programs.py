@@ -17,7 +17,7 @@ from torch.fx import GraphModule
 from torchrec.fx import symbolic_trace
 from torchrec.inference.modules import quantize_inference_model
 
-from lightning_pipe._compat.torch import allow_sizes_below_two, compile_and_package
+from lightning_pipe._compat.torch import allow_dynamic_sizes_below_two, compile_and_package
 from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.recsys.serving.batch_spec import BatchSpec, Scorer, unsharded_table_configs
 
@@ -30,21 +30,21 @@ def export_program(model: nn.Module, batch: Any) -> tuple[ExportedProgram, Batch
     if form.rows < 2:
         raise SetupError(f"expected a batch of at least 2 rows to export a model for any batch size, got {form.rows}")
     try:
-        program = _traced(model, form, batch)
+        program = _trace_with_export(model, form, batch)
     except Exception as error:  # of any type: the model's code is run
         raise SetupError(
             f"torch.export cannot trace {type(model).__name__} for any batch size: {str(error).strip()[:600]}. Avoid"
             " Python loops over rows and branches on values in its predict_step or forward, or use --to quantized"
         ) from error
-    if unread := _unread(program, form):
+    if unread := _find_unread_inputs(program, form):
         smaller = BatchSpec(batch, unread)
         # Unused code of the model may need a tensor that the scores do not depend on.
         with suppress(Exception):
-            return _traced(model, smaller, batch), smaller
+            return _trace_with_export(model, smaller, batch), smaller
     return program, form
 
 
-def _unread(program: ExportedProgram, form: BatchSpec) -> list[str]:
+def _find_unread_inputs(program: ExportedProgram, form: BatchSpec) -> list[str]:
     """Names of the inputs that no output depends on. Unused results and checks of sizes may."""
     read = {node for node in program.graph.nodes if node.op == "output"}
     for node in reversed(program.graph.nodes):
@@ -55,9 +55,9 @@ def _unread(program: ExportedProgram, form: BatchSpec) -> list[str]:
     return [name for name, node in inputs if str(node) not in names]
 
 
-def _traced(model: nn.Module, form: BatchSpec, batch: Any) -> ExportedProgram:
+def _trace_with_export(model: nn.Module, form: BatchSpec, batch: Any) -> ExportedProgram:
     scorer, inputs = Scorer(model, form), tuple(form.flatten(batch))
-    with torch.no_grad(), allow_sizes_below_two():  # a batch can have one id, or none
+    with torch.no_grad(), allow_dynamic_sizes_below_two():  # a batch can have one id, or none
         return torch.export.export(scorer, inputs, dynamic_shapes=(form.dynamic_shapes(),), strict=False)
 
 
@@ -103,12 +103,12 @@ def write_quantized(model: nn.Module, batch: Any, file: str | Path, bits: int = 
     quantized = quantize_inference_model(copy.deepcopy(model), quantization_dtype=_WIDTHS[bits])
     try:
         with torch.no_grad():
-            traced = _of_fx(copy.deepcopy(quantized), form)  # a module can be traced once
+            traced = _trace_with_fx(copy.deepcopy(quantized), form)  # a module can be traced once
             traced.graph.eliminate_dead_code()
             inputs = zip(form.names, (node for node in traced.graph.nodes if node.op == "placeholder"), strict=True)
             if unread := [name for name, node in inputs if not node.users]:
                 form = BatchSpec(batch, unread)
-                traced = _of_fx(quantized, form)
+                traced = _trace_with_fx(quantized, form)
             torch.jit.script(traced).save(str(file))
     except Exception as error:  # of any type: the model's code is run
         raise SetupError(
@@ -118,7 +118,7 @@ def write_quantized(model: nn.Module, batch: Any, file: str | Path, bits: int = 
     return form
 
 
-def _of_fx(model: nn.Module, form: BatchSpec) -> GraphModule:
+def _trace_with_fx(model: nn.Module, form: BatchSpec) -> GraphModule:
     """Trace a quantized model, with an argument for each tensor: TorchScript knows none with a star."""
     names = ", ".join(f"input_{index}" for index in range(len(form.names)))
     space: dict[str, Any] = {}

@@ -57,8 +57,8 @@ def write_row_diff(checkpoint: str | Path, since: str | Path | int, folder: str 
                     f" {str(since)!r}, expected the same number. Export all rows of the newer checkpoint instead"
                 )
             with tempfile.TemporaryFile(dir=beside) as file:
-                older_table = _Older(name, older_rows, width, file)
-                changed = _changed(rows, since if isinstance(since, int) else older_table)
+                older_table = _OlderCheckpointRows(name, older_rows, width, file)
+                changed = _iterate_changed_rows(rows, since if isinstance(since, int) else older_table)
                 written[f"{name}.parquet"] = write_vectors(complete, name, width, changed)
             if not isinstance(since, int):
                 removed = pa.table({"id": older_table.ids[~older_table.seen]})
@@ -68,14 +68,14 @@ def write_row_diff(checkpoint: str | Path, since: str | Path | int, folder: str 
     return written
 
 
-class _Older:
+class _OlderCheckpointRows:
     """Older rows of a table: sorted ids in memory, vectors in a file, and which ids the newer checkpoint has."""
 
     def __init__(self, name: str, rows: Iterator[StoredRows], width: int, file: Any) -> None:
         parts = [np.empty(0, np.int64)]
         for chunk in rows:
             parts.append(chunk.ids.numpy())
-            file.write(_bits(chunk))
+            file.write(_view_weights_as_uint32(chunk))
         ids = np.concatenate(parts)
         self._places = ids.argsort()
         self.ids, self.seen = ids[self._places], np.zeros(len(ids), np.bool_)
@@ -85,20 +85,24 @@ class _Older:
         if len(ids):  # an empty file cannot be mapped
             self._vectors = np.memmap(file, np.uint32, "r", shape=(len(ids), width))
 
-    def differs(self, rows: StoredRows) -> Tensor:
+    def find_changed_rows(self, rows: StoredRows) -> Tensor:
         first, last = (np.searchsorted(self.ids, rows.ids.numpy(), side) for side in ("left", "right"))
         matched, changed = np.flatnonzero(first < last), np.ones(len(first), np.bool_)
         self.seen[first[matched]] = True
-        changed[matched] = (self._vectors[self._places[first[matched]]] != _bits(rows)[matched]).any(1)
+        changed[matched] = (self._vectors[self._places[first[matched]]] != _view_weights_as_uint32(rows)[matched]).any(
+            1
+        )
         return torch.from_numpy(changed)
 
 
-def _changed(rows: Iterator[StoredRows], since: int | _Older) -> Iterator[tuple[Tensor, Tensor]]:
+def _iterate_changed_rows(
+    rows: Iterator[StoredRows], since: int | _OlderCheckpointRows
+) -> Iterator[tuple[Tensor, Tensor]]:
     for chunk in rows:
-        changed = chunk.last_seen >= since if isinstance(since, int) else since.differs(chunk)
+        changed = chunk.last_seen >= since if isinstance(since, int) else since.find_changed_rows(chunk)
         if changed.any():
             yield chunk.ids[changed], chunk.columns[0][changed]
 
 
-def _bits(rows: StoredRows) -> Any:
+def _view_weights_as_uint32(rows: StoredRows) -> Any:
     return rows.columns[0].float().numpy().view(np.uint32)

@@ -16,7 +16,12 @@ from torch import Tensor
 from lightning_pipe._compat.managed_collision import ENTRIES_OF_MAP, NO_ID, id_map_name
 from lightning_pipe.checkpoints.folder_reading import read_extra_state, read_full_state, read_metadata
 from lightning_pipe.checkpoints.folder_writing import DYNAMIC_ROWS
-from lightning_pipe.checkpoints.remote_folder import Folder, local_copy, parse_local_or_remote_path, resolve_folder
+from lightning_pipe.checkpoints.remote_folder import (
+    Folder,
+    follow_checkpoint_marker,
+    local_copy,
+    parse_local_or_remote_path,
+)
 from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.engine.common.safe_text import short_repr
 from lightning_pipe.recsys.dynamic.store.row_files import StoredRows, read_rows
@@ -49,7 +54,9 @@ def write_tables(checkpoint: str | Path, folder: str | Path, *, weights_only: bo
         values: Mapping[str, Any] = read_full_state(source, saved, weights_only, "model", Path(beside)).get("model", {})
         for name, table in values.items():
             if re.fullmatch(r"(?:.*\.)?embedding(?:s|_bags)\.[^.]+\.weight", name):
-                written[f"{name}.parquet"] = write_vectors(target, name, table.shape[1], _rows(name, table, values))
+                written[f"{name}.parquet"] = write_vectors(
+                    target, name, table.shape[1], _iterate_table_rows(name, table, values)
+                )
     if first_rank_values.get(DYNAMIC_ROWS):
         with open_checkpoint_dynamic_tables(source, first_rank_values) as tables:
             for name, (rows, width) in tables.items():
@@ -62,7 +69,7 @@ def write_tables(checkpoint: str | Path, folder: str | Path, *, weights_only: bo
 
 def read_checkpoint(checkpoint: str | Path, weights_only: bool | None = None) -> tuple[Folder, dict[str, Any], Any]:
     """Folder with the files of a checkpoint, the values that rank 0 wrote, and the metadata."""
-    source = resolve_folder(parse_local_or_remote_path(checkpoint))
+    source = follow_checkpoint_marker(parse_local_or_remote_path(checkpoint))
     saved = read_metadata(source, ("model",), "under a recsys plan. Use the path of such a folder")
     return source, read_extra_state(source, weights_only), saved
 
@@ -87,12 +94,12 @@ def open_checkpoint_dynamic_tables(source: Folder, first_rank_values: Mapping[st
         ) from None
     with local_copy(source, "rows") as local:
         yield {
-            f"{module}.{table}" if module else table: (_weights(local, module, table, width), width)
+            f"{module}.{table}" if module else table: (_read_dynamic_rows(local, module, table, width), width)
             for (module, table), width in widths.items()
         }
 
 
-def _weights(folder: Path, module: str, table: str, width: int) -> Iterator[StoredRows]:
+def _read_dynamic_rows(folder: Path, module: str, table: str, width: int) -> Iterator[StoredRows]:
     for rows in read_rows(folder, table, module or "module"):
         weights = rows.columns[0]
         if weights.shape[1:] != (width,) or not weights.is_floating_point():
@@ -103,7 +110,7 @@ def _weights(folder: Path, module: str, table: str, width: int) -> Iterator[Stor
         yield rows
 
 
-def _rows(name: str, table: Tensor, values: Mapping[str, Any]) -> Iterator[tuple[Tensor, Tensor]]:
+def _iterate_table_rows(name: str, table: Tensor, values: Mapping[str, Any]) -> Iterator[tuple[Tensor, Tensor]]:
     """Ids and rows of a table of fixed size, in chunks."""
     ids, rows = torch.arange(len(table)), torch.arange(len(table))
     if (of_map := id_map_name(name)) and f"{of_map}.{ENTRIES_OF_MAP[0]}" in values:

@@ -62,7 +62,9 @@ def read_fused_params(fused_params: Mapping[str, Any] | None, tables: Sequence[T
     return read
 
 
-def with_cache_params(plan: ShardingPlan, tables: Sequence[Table], cache: Mapping[str, CacheParams]) -> ShardingPlan:
+def add_cache_params_to_plan(
+    plan: ShardingPlan, tables: Sequence[Table], cache: Mapping[str, CacheParams]
+) -> ShardingPlan:
     """Copy of a plan in which tables with a cache have the arguments of :func:`read_fused_params`.
 
     ``prefetch_pipeline`` is True by default, except with LFU, for which FBGEMM has no such cache: rows are then loaded

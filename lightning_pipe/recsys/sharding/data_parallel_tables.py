@@ -39,7 +39,7 @@ class _ReplicatedTable:
     optimizer: torch.optim.Optimizer
 
 
-class _ReplicatedOptimizer(KeyedOptimizer):
+class _ReplicatedTableOptimizer(KeyedOptimizer):
     """A table's optimizer with the interface of TorchRec's fused ones: named state, and a rate that ``step`` sets."""
 
     def __init__(
@@ -94,7 +94,9 @@ class DataParallelTables:
                 table = _ReplicatedTable(parameter, optimizer)
                 tables.append(table)
                 self.keyed_optimizers.append(
-                    _ReplicatedOptimizer(name, config.name, parameters[name], table, table_optimizer.row_wise_state)
+                    _ReplicatedTableOptimizer(
+                        name, config.name, parameters[name], table, table_optimizer.row_wise_state
+                    )
                 )
             self._kernels.append(kernel)
             self._tables.append(tables)

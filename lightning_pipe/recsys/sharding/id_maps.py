@@ -48,21 +48,21 @@ class IdMaps:
 
         for _, id_map in self._maps:
             values = unsharded[id_map.name]
-            if run_on_rank(lambda: has_ids(values[id_map.names[0]]), "", self._group):  # noqa: B023
+            if run_on_rank(lambda: has_ids(values[id_map.buffer_names[0]]), "", self._group):  # noqa: B023
                 entries = run_on_rank(lambda: {key: value.cpu() for key, value in values.items()}, "", self._group)  # noqa: B023
                 self.redistribute(id_map, [0], lambda _: entries)  # noqa: B023
 
-    def windows(self) -> dict[str, dict[str, Tensor]]:
+    def collect_id_histories(self) -> dict[str, dict[str, Tensor]]:
         """What state dicts leave out of this rank's maps, under names that no other rank uses."""
         rank = self._group.rank()
-        return {f"{id_map.name}/{rank}": window for _, id_map in self._maps if (window := id_map.window())}
+        return {f"{id_map.name}/{rank}": history for _, id_map in self._maps if (history := id_map.get_input_history())}
 
     def find_resharded(self, begins: Callable[[str], list[int] | None], always: bool = False) -> list[IdMapShard]:
         """Maps whose parts in a checkpoint are not those of the ranks."""
         moved = []
         for _, id_map in self._maps:
-            checkpoint_begins = begins(id_map.names[0])
-            parts = self._parts(id_map)
+            checkpoint_begins = begins(id_map.buffer_names[0])
+            parts = self._gather_row_ranges(id_map)
             if checkpoint_begins is not None and (always or checkpoint_begins != sorted(begin for begin, _ in parts)):
                 moved.append(id_map)
         return moved
@@ -72,17 +72,19 @@ class IdMaps:
 
         The table's rows and states must be loaded already. Every rank calls it.
         """
-        ids_name, rows_name = id_map.names
-        entries = read([*id_map.entries, id_map.steps[0]])
-        id_map.steps[1].copy_(entries[id_map.steps[0]])
-        parts = self._parts(id_map)
+        ids_name, rows_name = id_map.buffer_names
+        entries = read([*id_map.entries, id_map.step_counter[0]])
+        id_map.step_counter[1].copy_(entries[id_map.step_counter[0]])
+        parts = self._gather_row_ranges(id_map)
         rows = parts[-1][1]  # a table may have grown, or lost its last rows
         present = ((entries[ids_name] != NO_ID) & (entries[rows_name] < rows)).nonzero()[:, 0]
         cut = int((entries[ids_name] != NO_ID).sum()) - len(present)
         present_entries = {name: entries[name][present] for name in id_map.entries}
         owners = id_map.owners(present_entries[ids_name], len(parts))
-        policy_values = [values for name, values in present_entries.items() if name not in id_map.names]
-        new_rows = _new_rows(present_entries[ids_name], present_entries[rows_name], owners, parts, policy_values)
+        policy_values = [values for name, values in present_entries.items() if name not in id_map.buffer_names]
+        new_rows = _assign_rows_to_ids(
+            present_entries[ids_name], present_entries[rows_name], owners, parts, policy_values
+        )
         has_row = new_rows >= 0
         # Ids without a row share the last row of each rank's part.
         ends = [*begins[1:], entries[ids_name].numel()]
@@ -100,21 +102,25 @@ class IdMaps:
         )
         return cut + int((~has_row).sum())
 
-    def set_windows(self, windows: Callable[[str], dict[int, dict[str, Tensor]]], moved: Sequence[IdMapShard]) -> None:
-        """Continue windows of a checkpoint, after everything else is loaded."""
+    def restore_id_histories(
+        self, histories: Callable[[str], dict[int, dict[str, Tensor]]], moved: Sequence[IdMapShard]
+    ) -> None:
+        """Continue histories of a checkpoint, after everything else is loaded."""
         rank = self._group.rank()
         for _, id_map in self._maps:
-            rank_windows = windows(id_map.name)
-            if id_map in moved and rank_windows:
-                rank_windows = {rank: _merged(id_map, list(rank_windows.values()), rank, self._group.size())}
-            id_map.set_window(rank_windows.get(rank, {}))
+            rank_histories = histories(id_map.name)
+            if id_map in moved and rank_histories:
+                rank_histories = {
+                    rank: _merge_id_histories(id_map, list(rank_histories.values()), rank, self._group.size())
+                }
+            id_map.restore_input_history(rank_histories.get(rank, {}))
 
-    def _parts(self, id_map: IdMapShard) -> list[tuple[int, int]]:
+    def _gather_row_ranges(self, id_map: IdMapShard) -> list[tuple[int, int]]:
         return all_gather_objects((id_map.begin, id_map.end), self._group)
 
     @torch.no_grad()
     def _put(self, id_map: IdMapShard, local_entries: dict[str, Tensor]) -> None:
-        ids_name, rows_name = id_map.names
+        ids_name, rows_name = id_map.buffer_names
         order = local_entries[ids_name].argsort()
         is_used = torch.zeros(id_map.end - id_map.begin, dtype=torch.bool)
         is_used[local_entries[rows_name] - id_map.begin] = True
@@ -152,7 +158,7 @@ class IdMaps:
             rows[coming.to(rows.device)] = arriving
 
 
-def _new_rows(
+def _assign_rows_to_ids(
     ids: Tensor, rows: Tensor, owners: Tensor, parts: Sequence[tuple[int, int]], policy_values: Sequence[Tensor]
 ) -> Tensor:
     """New row of each id, on its owner: the same row if possible; -1 if the owner has no free row."""
@@ -172,11 +178,13 @@ def _new_rows(
     return new_rows
 
 
-def _merged(id_map: IdMapShard, windows: Sequence[Mapping[str, Any]], rank: int, ranks: int) -> dict[str, Tensor]:
-    """The window of a rank from those of other parts: the ids that it owns, in the order of the ranks."""
-    merged = {name: torch.cat([window[name] for window in windows]) for name in windows[0] if name != "numbers"}
+def _merge_id_histories(
+    id_map: IdMapShard, histories: Sequence[Mapping[str, Any]], rank: int, ranks: int
+) -> dict[str, Tensor]:
+    """The history of a rank from those of other parts: the ids that it owns, in the order of the ranks."""
+    merged = {name: torch.cat([history[name] for history in histories]) for name in histories[0] if name != "numbers"}
     is_local = id_map.owners(merged["ids"], ranks) == rank
     merged = {name: values[is_local] for name, values in merged.items()}
-    sizes = [max(0, int(window["numbers"][0])) for window in windows]
+    sizes = [max(0, int(history["numbers"][0])) for history in histories]
     size = max(merged["ids"].numel(), -(-sum(sizes) // ranks)) or -1
-    return merged | {"numbers": torch.tensor([size, int(windows[0]["numbers"][1])])}
+    return merged | {"numbers": torch.tensor([size, int(histories[0]["numbers"][1])])}

@@ -26,7 +26,7 @@ from lightning_pipe.recsys.sharding.sharders import (
 )
 
 
-def _value(where: str, hint: Any, value: Any) -> Any:
+def _convert_yaml_value(where: str, hint: Any, value: Any) -> Any:
     """Convert a value from YAML to the annotated type: enums by name or value, dataclasses from mappings."""
     for annotated_type in typing.get_args(hint) or (hint,):
         if isinstance(annotated_type, type) and issubclass(annotated_type, enum.Enum) and isinstance(value, str):
@@ -49,7 +49,7 @@ def dataclass_from_mapping(where: str, cls: type, values: Mapping[str, Any]) -> 
         raise SetupError(
             f"{where} has the unknown key {', '.join(unknown)}. Remove it; expected one of {', '.join(allowed)}."
         )
-    return cls(**{key: _value(f"{where}, {key},", hints[key], value) for key, value in values.items()})
+    return cls(**{key: _convert_yaml_value(f"{where}, {key},", hints[key], value) for key, value in values.items()})
 
 
 def read_constraints(
@@ -73,11 +73,13 @@ def read_constraints(
             )
         read[name] = dataclasses.replace(table_constraints)
     for table in tables:
-        _add_what_must_hold(table, read, without)
+        _add_required_constraints(table, read, without)
     return read
 
 
-def _add_what_must_hold(table: Table, constraints: dict[str, ParameterConstraints], without: Collection[str]) -> None:
+def _add_required_constraints(
+    table: Table, constraints: dict[str, ParameterConstraints], without: Collection[str]
+) -> None:
     name = table.config.name
     table_constraints = constraints.get(name)
     if table_constraints is not None:

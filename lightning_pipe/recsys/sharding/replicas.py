@@ -53,7 +53,7 @@ class ReplicaGroups:
 
     def new_shard_group(self) -> dist.ProcessGroup:
         """Make another group of this replica's ranks. Every rank of the world calls this method."""
-        return _own_group(_replicas(self.count))
+        return _own_group(_split_ranks_into_replicas(self.count))
 
     @contextmanager
     def limit_local_world_size(self) -> Generator[None, None, None]:
@@ -105,12 +105,12 @@ def make_replica_groups(count: int | None, sync_every: int | None = None) -> Rep
             f"replicas must be a divisor of the number of ranks, {ranks}, got {replicas}. Set replicas to a divisor of"
             f" {ranks}."
         )
-    shards = _own_group(_replicas(replicas))
-    peers = _own_group(list(zip(*_replicas(replicas), strict=True)))
+    shards = _own_group(_split_ranks_into_replicas(replicas))
+    peers = _own_group(list(zip(*_split_ranks_into_replicas(replicas), strict=True)))
     return ReplicaGroups(replicas, steps, shards, peers)
 
 
-def _replicas(count: int) -> list[range]:
+def _split_ranks_into_replicas(count: int) -> list[range]:
     """Ranks of each replica. They are neighbors, so they share a node if it has enough ranks."""
     size = dist.get_world_size() // count
     return [range(first, first + size) for first in range(0, count * size, size)]
@@ -144,7 +144,7 @@ def check_replicable(where: str, sharding_types: Sequence[str] | None, table: Ta
         )
 
 
-def place_on_ranks(plan: ShardingPlan, tables: Sequence[Table], groups: ReplicaGroups) -> ShardingPlan:
+def place_plan_on_replica(plan: ShardingPlan, tables: Sequence[Table], groups: ReplicaGroups) -> ShardingPlan:
     """Copy the plan of one replica, over ranks from 0, with its shards on the world's ranks of this rank's replica."""
     for table in tables:
         sharding = _sharding_of(plan, table)

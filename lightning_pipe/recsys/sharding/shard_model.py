@@ -23,7 +23,7 @@ from torchrec.distributed.types import CacheParams, ModuleSharder, ShardingEnv, 
 from lightning_pipe._compat.managed_collision import sharded_id_maps
 from lightning_pipe._compat.torch import set_optimizer_in_backward
 from lightning_pipe.engine.common.errors import SetupError
-from lightning_pipe.engine.common.options import option_group
+from lightning_pipe.engine.common.options import parse_option_group
 from lightning_pipe.engine.ranks.agreement import check_agreement
 from lightning_pipe.engine.ranks.object_collectives import all_gather_objects, run_on_all_ranks, run_on_rank
 from lightning_pipe.recsys.dense.dense_values import (
@@ -40,15 +40,20 @@ from lightning_pipe.recsys.modules.dedup import modules_to_deduplicate
 from lightning_pipe.recsys.modules.dynamic_modules import is_dynamic
 from lightning_pipe.recsys.modules.quantized_comms import QuantizedComms
 from lightning_pipe.recsys.modules.tables import Table, check_data_type, find_tables
-from lightning_pipe.recsys.sharding.cached_tables import read_fused_params, with_cache_params
+from lightning_pipe.recsys.sharding.cached_tables import add_cache_params_to_plan, read_fused_params
 from lightning_pipe.recsys.sharding.planner_options import read_constraints, read_topology
-from lightning_pipe.recsys.sharding.replicas import REFUSED_TYPES, ReplicaGroups, check_replicable, place_on_ranks
+from lightning_pipe.recsys.sharding.replicas import (
+    REFUSED_TYPES,
+    ReplicaGroups,
+    check_replicable,
+    place_plan_on_replica,
+)
 from lightning_pipe.recsys.sharding.sharded_model import ShardedModel
 from lightning_pipe.recsys.sharding.sharders import default_sharders
 from lightning_pipe.recsys.sharding.sharding_plan import check_sharding_plan, make_sharding_plan
 from lightning_pipe.recsys.sharding.table_values import (
     LocalShard,
-    copy_values,
+    copy_table_to_shards,
     fill_with_init_fn,
     free_table,
     local_shards,
@@ -59,7 +64,7 @@ _NO_STEP = SparseOptimizerConfig(torch.optim.SGD, {"lr": 0.0})
 
 
 @dataclass(frozen=True)
-class _Unsharded:
+class _UnshardedModuleInfo:
     """Properties of the module on one rank, before it is sharded."""
 
     tables: list[Table]
@@ -78,7 +83,7 @@ class _Unsharded:
     def signature(self) -> list[str]:
         """Properties that ranks must agree on: one line per property of a table and per dense tensor."""
         described = zip(self.tables, self.parameters, self.optimizers, strict=True)
-        tables = [line for properties in described for line in _describe(*properties)]
+        tables = [line for properties in described for line in _describe_table(*properties)]
         replicas = [] if self.replicas is None else [str(self.replicas)]
         wire = [f"embeddings sent as {self.comms}", *(f"ids of {name} sent once" for name in sorted(self.dedup))]
         return [*tables, *self.dense, *wire, *replicas]
@@ -137,19 +142,23 @@ def shard_model(
     """
     per_node = nullcontext if replicas is None else replicas.limit_local_world_size
 
-    def look() -> _Unsharded:
+    def inspect_module() -> _UnshardedModuleInfo:
         if sharders is not None:
-            _refuse_own_sharders(quantized_comms=quantized_comms, dedup=dedup or None, fused_params=fused_params)
-        comms = option_group(QuantizedComms, "quantized_comms", quantized_comms)
+            _refuse_options_with_sharders(
+                quantized_comms=quantized_comms, dedup=dedup or None, fused_params=fused_params
+            )
+        comms = parse_option_group(QuantizedComms, "quantized_comms", quantized_comms)
         with per_node():
-            unsharded = _look(module, device, group, sparse_optimizer, constraints, topology, comms, replicas, trains)
+            unsharded = _inspect_unsharded_module(
+                module, device, group, sparse_optimizer, constraints, topology, comms, replicas, trains
+            )
         cache = read_fused_params(fused_params, unsharded.tables)
         for name, params in cache.items():  # for the planner's estimates
             table_constraints = unsharded.constraints.get(name, ParameterConstraints())
             unsharded.constraints[name] = replace(table_constraints, cache_params=params)
         return replace(unsharded, cache=cache, dedup=modules_to_deduplicate(dedup, unsharded.tables))
 
-    unsharded = run_on_all_ranks(look, "the module cannot be sharded", group)
+    unsharded = run_on_all_ranks(inspect_module, "the module cannot be sharded", group)
     check_agreement([(line, "") for line in unsharded.signature()], "module", group, error_class=SetupError)
     agreed_seed = all_gather_objects(torch.initial_seed() if seed is None else seed, group)[0]
     comms = unsharded.comms
@@ -163,9 +172,9 @@ def shard_model(
     types = check_sharding_plan(sharding_plan, unsharded.tables)
     comms.check_sharding_plan(sharding_plan, unsharded.tables)
     if sharders is None:
-        sharding_plan = with_cache_params(sharding_plan, unsharded.tables, unsharded.cache)
+        sharding_plan = add_cache_params_to_plan(sharding_plan, unsharded.tables, unsharded.cache)
     if replicas is not None:
-        sharding_plan = place_on_ranks(sharding_plan, unsharded.tables, replicas)
+        sharding_plan = place_plan_on_replica(sharding_plan, unsharded.tables, replicas)
     tables = [
         table.with_optimizer_and_sharding(optimizer, types[table.name])
         for table, optimizer in zip(unsharded.tables, unsharded.optimizers, strict=True)
@@ -175,15 +184,15 @@ def shard_model(
         for name in {table.module_name for table in tables}
         for id_map in sharded_id_maps(name, module.get_submodule(name))
     ]
-    ids = {id_map.name: {**id_map.entries, **dict([id_map.steps])} for id_map in maps}
+    ids = {id_map.name: {**id_map.entries, **dict([id_map.step_counter])} for id_map in maps}
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(agreed_seed)
         materialize_dense(module, _table_modules(module, tables), device)
         for parameter, table in zip(unsharded.parameters, tables, strict=True):
-            in_kernel = _in_kernel(table, device)
+            in_kernel = _resolve_kernel_optimizer(table, device)
             set_optimizer_in_backward(parameter, in_kernel.optimizer_class, in_kernel.optimizer_kwargs())
         fixed = [table for table in tables if not table.is_dynamic]
-        with warnings.catch_warnings(), per_node(), _initial_values_left_out(fixed):
+        with warnings.catch_warnings(), per_node(), _disabled_init_fns(fixed):
             warnings.simplefilter("ignore", FutureWarning)  # from torch, about TorchRec's calls
             dmp = DistributedModelParallel(
                 module,
@@ -197,10 +206,10 @@ def shard_model(
         dmp.to(device)
         model = ShardedModel(dmp, tables, group, device, replicas, unsharded.untrained)
         has_values = all_gather_objects([not parameter.is_meta for parameter in unsharded.parameters], group)[0]
-        _fill(model, unsharded.parameters, has_values, agreed_seed, device, group)
+        _fill_tables(model, unsharded.parameters, has_values, agreed_seed, device, group)
     model.id_maps.load_unsharded(ids)
     if has_dynamic:
-        _open_rows(model, agreed_seed, group, device)
+        _open_dynamic_rows(model, agreed_seed, group, device)
     for table, parameter in zip(tables, unsharded.parameters, strict=True):
         model.table_parameters().add_original(table.name, parameter)
         free_table(parameter)
@@ -209,7 +218,7 @@ def shard_model(
     return model
 
 
-def _look(
+def _inspect_unsharded_module(
     module: nn.Module,
     device: torch.device,
     group: dist.ProcessGroup,
@@ -219,7 +228,7 @@ def _look(
     comms: QuantizedComms,
     replicas: ReplicaGroups | None,
     trains: bool,
-) -> _Unsharded:
+) -> _UnshardedModuleInfo:
     """Read and check everything that may be wrong on one rank only, without communication."""
     pairs = find_tables(module)
     default = None if sparse_optimizer is None else SparseOptimizerConfig.from_config(sparse_optimizer)
@@ -271,7 +280,7 @@ def _look(
             comms.check_sharding_types(
                 f"constraints of table {table.config.name}, sharding_types,", table_constraints.sharding_types, table
             )
-    return _Unsharded(
+    return _UnshardedModuleInfo(
         tables,
         [parameter for _, parameter in pairs],
         optimizers,
@@ -285,7 +294,7 @@ def _look(
     )
 
 
-def _in_kernel(table: Table, device: torch.device) -> TableOptimizerSpec:
+def _resolve_kernel_optimizer(table: Table, device: torch.device) -> TableOptimizerSpec:
     """Optimizer of a table's fused kernel."""
     if not table.is_dynamic:
         return table.resolved_optimizer
@@ -296,7 +305,7 @@ def _in_kernel(table: Table, device: torch.device) -> TableOptimizerSpec:
     return choose_kernel_optimizer(table.resolved_optimizer, device)
 
 
-def _open_rows(model: ShardedModel, seed: int, group: dist.ProcessGroup, device: torch.device) -> None:
+def _open_dynamic_rows(model: ShardedModel, seed: int, group: dist.ProcessGroup, device: torch.device) -> None:
     from lightning_pipe.recsys.dynamic.tables.create_row_tables import open_rows
 
     for name, sharded in model.sharded_modules.items():
@@ -309,7 +318,7 @@ def _open_rows(model: ShardedModel, seed: int, group: dist.ProcessGroup, device:
             model.dynamic_rows[name] = open_rows(name, sharded, table_optimizers, seed, group, device)
 
 
-def _describe(table: Table, parameter: nn.Parameter, optimizer: TableOptimizerSpec) -> list[str]:
+def _describe_table(table: Table, parameter: nn.Parameter, optimizer: TableOptimizerSpec) -> list[str]:
     """One line per property, so that an error only shows the properties that differ between ranks."""
     rows, columns = parameter.shape
     pooling = getattr(table.config, "pooling", None)
@@ -325,7 +334,7 @@ def _describe(table: Table, parameter: nn.Parameter, optimizer: TableOptimizerSp
     return [f"table {table.name} {line}" for line in properties]
 
 
-def _refuse_own_sharders(**of_our_sharders: Any) -> None:
+def _refuse_options_with_sharders(**of_our_sharders: Any) -> None:
     for name, value in of_our_sharders.items():
         if value is not None:
             raise SetupError(
@@ -334,7 +343,7 @@ def _refuse_own_sharders(**of_our_sharders: Any) -> None:
             )
 
 
-def _fill(
+def _fill_tables(
     model: ShardedModel,
     originals: Sequence[nn.Parameter],
     has_values: Sequence[bool],
@@ -348,10 +357,10 @@ def _fill(
     for table, original, is_filled in zip(model.tables.values(), originals, has_values, strict=True):
         if table.is_dynamic:
             continue  # a cache of rows, each made when it is first seen
-        pieces = local_shards(states[table.module_name][table.key])
+        pieces = local_shards(states[table.module_name][table.module_state_dict_key])
         if is_filled:
             shape = (table.config.num_embeddings, table.config.embedding_dim)
-            copy_values(original.detach(), shape, original.dtype, pieces, device, group)
+            copy_table_to_shards(original.detach(), shape, original.dtype, pieces, device, group)
         else:
             empty.append((table, original.dtype, pieces))
 
@@ -364,22 +373,22 @@ def _fill(
 
 
 @contextmanager
-def _initial_values_left_out(tables: Sequence[Table]) -> Iterator[None]:
-    """Context in which TorchRec does not call the ``init_fn`` of tables, which ``_fill`` fills.
+def _disabled_init_fns(tables: Sequence[Table]) -> Iterator[None]:
+    """Context in which TorchRec does not call the ``init_fn`` of tables, which :func:`_fill_tables` fills.
 
     TorchRec calls it on the parts of a table that a rank holds, whose shapes a function of the whole table rejects.
     """
     functions = [(table.config, table.config.init_fn) for table in tables]
     try:
         for config, _ in functions:
-            config.init_fn = _leave
+            config.init_fn = _noop_init_fn
         yield
     finally:
         for config, function in functions:
             config.init_fn = function
 
 
-def _leave(values: torch.Tensor) -> torch.Tensor:
+def _noop_init_fn(values: torch.Tensor) -> torch.Tensor:
     return values
 
 

@@ -18,10 +18,10 @@ from lightning_pipe._compat.torchrec import lookups_of
 from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.engine.common.safe_text import short_repr
 from lightning_pipe.engine.ranks.object_collectives import all_gather_objects
-from lightning_pipe.recsys.dense.dense_optimizer import TableParameters
+from lightning_pipe.recsys.dense.dense_optimizer import TableParameterRegistry
 from lightning_pipe.recsys.dense.dense_values import broadcast_from_first_rank
-from lightning_pipe.recsys.kernels.gradient_norm import table_gradient_norm
-from lightning_pipe.recsys.kernels.kernel_calls import KernelGradients
+from lightning_pipe.recsys.kernels.gradient_norm import get_total_table_grad_norm
+from lightning_pipe.recsys.kernels.kernel_calls import KernelOutputGradients
 from lightning_pipe.recsys.modules.tables import Table
 from lightning_pipe.recsys.sharding.data_parallel_tables import DataParallelTables, unwrap_lookups
 from lightning_pipe.recsys.sharding.id_maps import IdMaps
@@ -30,7 +30,7 @@ from lightning_pipe.recsys.sharding.table_parameter import refuse_freezing
 from lightning_pipe.recsys.sharding.table_values import full_tensor, local_shards
 
 if TYPE_CHECKING:
-    from lightning_pipe.recsys.dynamic.tables.row_dump import ModelRowDump
+    from lightning_pipe.recsys.dynamic.tables.row_dump import ModelRowCommit
     from lightning_pipe.recsys.dynamic.tables.row_tables import RowTables
 
 
@@ -63,10 +63,10 @@ class ShardedModel:
         self.tables = {table.name: table for table in tables}
         self.sharded_modules = dict(_outermost_sharded(self.module))
         self.dynamic_rows: dict[str, RowTables] = {}
-        self._table_parameters = TableParameters()
+        self._table_parameters = TableParameterRegistry()
         self._group = group
         self._shard_group = group if replicas is None else replicas.shards
-        self.replicas = None if replicas is None else ReplicaAverage(replicas, self._averaged)
+        self.replicas = None if replicas is None else ReplicaAverage(replicas, self._get_table_and_optimizer_states)
         self._device = device
         self._data_parallel = DataParallelTables(group)
         parameters = dict(self.module.named_parameters())
@@ -87,11 +87,13 @@ class ShardedModel:
         self.searched_rates: dict[float, float] = {}
         self._rates = {name: table.learning_rate for name, table in self.tables.items()}
         self._rate_factor: float | None = 1.0  # None if the rates were set otherwise
-        self._kernels = dict(_leaves("", self.fused_optimizer))
+        self._kernels = dict(_iterate_kernel_optimizers("", self.fused_optimizer))
         self.id_maps = IdMaps(self.sharded_modules, self._rows_of, self._shard_group)
-        self._rate_groups = _merge(all_gather_objects([sorted(names) for names in self._kernels.values()], group))
+        self._rate_groups = _merge_shared_kernel_groups(
+            all_gather_objects([sorted(names) for names in self._kernels.values()], group)
+        )
 
-    def refuse_untrained(self) -> None:
+    def refuse_untrainable_tables(self) -> None:
         """Check that all tables can be trained.
 
         Raises:
@@ -122,7 +124,7 @@ class ShardedModel:
         buffers = (buffer for name, buffer in self.module.named_buffers() if not name.startswith(inside))
         broadcast_from_first_rank(buffers, self._group)
 
-    def table_parameters(self) -> TableParameters:
+    def table_parameters(self) -> TableParameterRegistry:
         """Return the parameters of the sharded tables, and those that held the tables before sharding."""
         return self._table_parameters
 
@@ -139,7 +141,7 @@ class ShardedModel:
         if self.replicas is not None:
             self.replicas.average()
 
-    def _averaged(self) -> list[Mapping[str, Any]]:
+    def _get_table_and_optimizer_states(self) -> list[Mapping[str, Any]]:
         """State dicts of the tables and of their optimizers."""
         tables = [sharded.state_dict() for _, sharded in sorted(self.sharded_modules.items())]
         return [*tables, self.fused_optimizer.state_dict()["state"]]
@@ -157,7 +159,7 @@ class ShardedModel:
         """
         self._data_parallel.step()
 
-    def table_gradient_norm(self, gradients: KernelGradients) -> torch.Tensor:
+    def table_gradient_norm(self, gradients: KernelOutputGradients) -> torch.Tensor:
         """2-norm of the gradients of all tables, as if none were sharded: a scalar, equal on all ranks.
 
         Args:
@@ -168,7 +170,7 @@ class ShardedModel:
             SetupError: the tables have replicas, each with different gradients.
         """
         refuse_clipping(self.replicas)
-        return table_gradient_norm(gradients, self._data_parallel.average_gradients(), self._group, self._device)
+        return get_total_table_grad_norm(gradients, self._data_parallel.average_gradients(), self._group, self._device)
 
     def set_learning_rate_factor(self, factor: float) -> None:
         """Set every table's rate to its base rate times ``factor``, from the next lookup on."""
@@ -185,7 +187,7 @@ class ShardedModel:
         Raises:
             SetupError: a table is unknown, or tables that share a kernel get different rates.
         """
-        new_rates = {**self._rates, **{self._named(name).name: float(rate) for name, rate in rates.items()}}
+        new_rates = {**self._rates, **{self._find_table(name).name: float(rate) for name, rate in rates.items()}}
         if new_rates == self._rates:
             return
         for group in self._rate_groups:
@@ -216,9 +218,9 @@ class ShardedModel:
         Args:
             name: the table's full name, or its short name if only one module has a table of that name.
         """
-        table = self._of_known_size(name)
+        table = self._get_fixed_size_table(name)
         state = self.sharded_modules[table.module_name].state_dict()
-        return full_tensor(state[table.key], self._shard_group, self._device)
+        return full_tensor(state[table.module_state_dict_key], self._shard_group, self._device)
 
     def full_optimizer_state(self, name: str) -> dict[str, torch.Tensor]:
         """Return a copy of a table's whole optimizer state on every rank. Every rank of the group calls it.
@@ -227,7 +229,7 @@ class ShardedModel:
             State tensors by TorchRec's names: none for SGD; ``momentum1`` for Adagrad (rows x columns) and row-wise
             Adagrad (rows, times the number of column shards if the table is split by columns).
         """
-        table = self._of_known_size(name)
+        table = self._get_fixed_size_table(name)
         state = self.fused_optimizer.state_dict()["state"].get(table.name, {})
         prefix = f"{table.config.name}."
         keys = sorted({key for keys in all_gather_objects(list(state), self._group) for key in keys})
@@ -241,13 +243,16 @@ class ShardedModel:
             if (candidate.module_name, candidate.config.name) == (module, table)
         )
         states = self.fused_optimizer.state_dict()["state"].get(row_table.name, {})
-        tensors = [self.sharded_modules[module].state_dict()[row_table.key], *(states[key] for key in sorted(states))]
+        tensors = [
+            self.sharded_modules[module].state_dict()[row_table.module_state_dict_key],
+            *(states[key] for key in sorted(states)),
+        ]
         return [
             piece.values for tensor in tensors if isinstance(tensor, ShardedTensor) for piece in local_shards(tensor)
         ]
 
-    def _of_known_size(self, name: str) -> Table:
-        table = self._named(name)
+    def _get_fixed_size_table(self, name: str) -> Table:
+        table = self._find_table(name)
         if table.is_dynamic:
             raise SetupError(
                 f"table {table.name} is a dynamic table, which has no fixed size and no whole tensor. Read its rows"
@@ -265,11 +270,11 @@ class ShardedModel:
     def _dynamic_names(self) -> set[str]:
         return {table.name for table in self.tables.values() if table.is_dynamic}
 
-    def dump_rows(self) -> ModelRowDump:
+    def prepare_row_dump(self) -> ModelRowCommit:
         """Prepare a commit and a checkpoint of the current rows. All ranks call it together."""
-        from lightning_pipe.recsys.dynamic.tables.row_dump import ModelRowDump  # lazy: few models have dynamic tables
+        from lightning_pipe.recsys.dynamic.tables.row_dump import ModelRowCommit  # lazy: few models have dynamic tables
 
-        return ModelRowDump({name: rows.dump() for name, rows in self.dynamic_rows.items()})
+        return ModelRowCommit({name: rows.create_commit() for name, rows in self.dynamic_rows.items()})
 
     def commit_rows(self) -> dict[str, dict[str, Any]]:
         """Commit the current rows, so that all ranks open with them after a crash. All ranks call it together.
@@ -280,11 +285,11 @@ class ShardedModel:
         Raises:
             SetupError: a rank cannot write; raised on every rank. The previous commit stays complete.
         """
-        dumped = self.dump_rows()
+        dumped = self.prepare_row_dump()
         dumped.commit()
         return dumped.committed
 
-    def write_rows(self, folder: str | Path, since: int = 0) -> None:
+    def write_rows_to_folder(self, folder: str | Path, since: int = 0) -> None:
         """Write this rank's rows of dynamic tables to a folder, for :meth:`read_rows` on any number of ranks.
 
         :func:`lightning_pipe.recsys.read_rows` reads them without a model.
@@ -295,20 +300,20 @@ class ShardedModel:
                 0).
         """
         for name, rows in self.dynamic_rows.items():
-            rows.write(_rows_folder(Path(folder), name), since)
+            rows.write_row_files(_rows_folder(Path(folder), name), since)
 
     def close(self) -> None:
         """Close the stores of dynamic tables, so that another module can open them. Uncommitted rows are lost."""
         for rows in self.dynamic_rows.values():
             rows.close()
 
-    def read_rows(
+    def read_rows_from_folder(
         self, folder: Path, committed: Mapping[str, Mapping[str, Any]] | None, *, with_optimizers: bool
     ) -> None:
         """Replace the rows of dynamic tables with those in a folder, and commit them. All ranks call it together.
 
         Args:
-            folder: folder that :meth:`write_rows` wrote to.
+            folder: folder that :meth:`write_rows_to_folder` wrote to.
             committed: result of :meth:`commit_rows` for the same rows.
             with_optimizers: True to read the states of optimizers, too.
 
@@ -316,7 +321,7 @@ class ShardedModel:
             SetupError: the rows are of other tables, a rank cannot read them, or *committed* is damaged; raised on
                 every rank.
         """
-        _check_committed(committed)
+        _check_committed_rows_description(committed)
         for name, rows in self.dynamic_rows.items():
             module_rows = (committed or {}).get(name)
             if module_rows is None:
@@ -330,14 +335,14 @@ class ShardedModel:
                     f" rows of {module_rows['tables']} in {str(folder)!r}. Build the module with the same dimensions"
                     " and optimizers as in the checkpoint."
                 )
-            rows.read(
+            rows.replace_rows_from_files(
                 _rows_folder(folder, name),
                 module_rows["progress"],
                 version=module_rows["version"],
                 with_states=with_optimizers,
             )
 
-    def _named(self, name: str) -> Table:
+    def _find_table(self, name: str) -> Table:
         if name in self.tables:
             return self.tables[name]
         named_tables = [table for table in self.tables.values() if table.config.name == name]
@@ -363,16 +368,16 @@ def _outermost_sharded(module: nn.Module) -> Iterator[tuple[str, ShardedModule[A
             yield name, child
 
 
-def _leaves(path: str, optimizer: KeyedOptimizer) -> Iterator[tuple[KeyedOptimizer, list[str]]]:
+def _iterate_kernel_optimizers(path: str, optimizer: KeyedOptimizer) -> Iterator[tuple[KeyedOptimizer, list[str]]]:
     """Yield the optimizer of each kernel with the full names of the tables that it trains on this rank."""
     if isinstance(optimizer, CombinedOptimizer):
         for key, part in optimizer.optimizers:
-            yield from _leaves(f"{path}.{key}" if path and key else path or key, part)
+            yield from _iterate_kernel_optimizers(f"{path}.{key}" if path and key else path or key, part)
     elif optimizer.params:
         yield optimizer, [f"{path}.{key}" if path else key for key in optimizer.params]
 
 
-def _merge(groups: Sequence[Sequence[Sequence[str]]]) -> list[list[str]]:
+def _merge_shared_kernel_groups(groups: Sequence[Sequence[Sequence[str]]]) -> list[list[str]]:
     """Merge groups of tables that share a kernel on any rank: they have one learning rate."""
     merged: list[set[str]] = []
     for names in (set(names) for rank in groups for names in rank):
@@ -381,7 +386,7 @@ def _merge(groups: Sequence[Sequence[Sequence[str]]]) -> list[list[str]]:
     return sorted(sorted(group) for group in merged)
 
 
-def _check_committed(committed: Any) -> None:
+def _check_committed_rows_description(committed: Any) -> None:
     """Check that a checkpoint's description of rows has the form of :meth:`ShardedModel.commit_rows`."""
     try:
         for module_rows in ({} if committed is None else committed).values():

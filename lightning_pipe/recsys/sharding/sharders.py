@@ -85,7 +85,7 @@ class _SequenceSharder(OrderedSharder, EmbeddingCollectionSharder):
         super().__init__(comms)
         self._dedup = dedup
 
-    def kind_of(self, module_fqn: str | None) -> Callable[..., Any]:
+    def choose_sharded_class(self, module_fqn: str | None) -> Callable[..., Any]:
         return DeduplicatedEmbeddingCollection if module_fqn in self._dedup else self.kind
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
@@ -101,7 +101,7 @@ class _ProcessedSharder(FeatureProcessedEmbeddingBagCollectionSharder):
         return self._bags.sharding_types(compute_device_type)
 
 
-class _Managed:
+class _ManagedCollisionSharderMixin:
     """What the sharders of managed-collision modules have in common."""
 
     kind: type[ManagedCollisionBags | ManagedCollisionSequences]
@@ -121,11 +121,11 @@ class _Managed:
         return self.kind(module, params, self._embeddings, self._maps, env, device)
 
 
-class _ManagedBagSharder(_Managed, ManagedCollisionEmbeddingBagCollectionSharder):
+class _ManagedBagSharder(_ManagedCollisionSharderMixin, ManagedCollisionEmbeddingBagCollectionSharder):
     kind = ManagedCollisionBags
 
 
-class _ManagedSequenceSharder(_Managed, ManagedCollisionEmbeddingCollectionSharder):
+class _ManagedSequenceSharder(_ManagedCollisionSharderMixin, ManagedCollisionEmbeddingCollectionSharder):
     kind = ManagedCollisionSequences
 
 

@@ -21,7 +21,7 @@ from torchrec.distributed.types import (
     ShardingType,
 )
 
-from lightning_pipe._compat.managed_collision import IdMapEnumerator
+from lightning_pipe._compat.managed_collision import IdMapEmbeddingEnumerator
 from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.engine.ranks.object_collectives import run_on_rank
 from lightning_pipe.recsys.modules.tables import Table
@@ -34,7 +34,7 @@ _RESERVED_PART = 0.15  # of a rank's memory, for memory that no estimate covers
 _COPIES_OF_DENSE = 6  # parameters, two optimizer states, gradients and their reduction buckets
 
 
-class OrderedEnumerator(IdMapEnumerator):
+class OrderedEnumerator(IdMapEmbeddingEnumerator):
     """Lists sharding options in a fixed order.
 
     TorchRec's enumerator iterates over sets of strings, whose order differs from run to run, and the planner takes the
@@ -130,7 +130,7 @@ def check_sharding_plan(plan: ShardingPlan, tables: Sequence[Table]) -> dict[str
                 f"the sharding plan gives table {table.name} the compute kernel fused_uvm_caching, whose cache does not"
                 " see that rows are evicted. Use fused or fused_uvm for tables of a managed-collision module."
             )
-        if table.optimizer.row_wise_state and _splits_rows(sharding, table):
+        if table.optimizer.row_wise_state and _splits_columns(sharding, table):
             logger.warning(
                 "table %s is split by columns (%s), so its optimizer %s keeps one state per row and shard and differs"
                 " slightly from an unsharded table's. If that matters, remove %s from the table's sharding_types.",
@@ -143,6 +143,6 @@ def check_sharding_plan(plan: ShardingPlan, tables: Sequence[Table]) -> dict[str
     return types
 
 
-def _splits_rows(sharding: ParameterSharding, table: Table) -> bool:
+def _splits_columns(sharding: ParameterSharding, table: Table) -> bool:
     shards = getattr(sharding.sharding_spec, "shards", ())
     return any(shard.shard_sizes[1] < table.config.embedding_dim for shard in shards)

@@ -53,14 +53,14 @@ def _copy_rows(block: torch.Tensor, first_row: int, pieces: Iterable[LocalShard]
             )
 
 
-def _blocks(rows: int, columns: int, dtype: torch.dtype) -> Iterator[tuple[int, int]]:
+def _iterate_row_blocks(rows: int, columns: int, dtype: torch.dtype) -> Iterator[tuple[int, int]]:
     step = max(1, BLOCK_BYTES // max(1, columns * dtype.itemsize))
     for begin in range(0, rows, step):
         yield begin, min(rows, begin + step)
 
 
 @torch.no_grad()
-def copy_values(
+def copy_table_to_shards(
     source: torch.Tensor | None,
     shape: tuple[int, int],
     dtype: torch.dtype,
@@ -69,7 +69,7 @@ def copy_values(
     group: dist.ProcessGroup,
 ) -> None:
     """Send rank 0's table to the ranks that hold its pieces, at most 64 MiB at a time."""
-    for begin, end in _blocks(*shape, dtype):
+    for begin, end in _iterate_row_blocks(*shape, dtype):
         if group.size() == 1:
             assert source is not None
             _copy_rows(source[begin:end], begin, pieces)
@@ -97,7 +97,7 @@ def fill_with_init_fn(table: Table, dtype: torch.dtype, pieces: list[LocalShard]
     draws the blocks that overlap with its pieces. Changes the global random state, which the caller must restore.
     """
     config = table.config
-    for index, (begin, end) in enumerate(_blocks(config.num_embeddings, config.embedding_dim, dtype)):
+    for index, (begin, end) in enumerate(_iterate_row_blocks(config.num_embeddings, config.embedding_dim, dtype)):
         if not any(p.offsets[0] < end and begin < p.offsets[0] + p.values.size(0) for p in pieces):
             continue
         digest = hashlib.sha256(f"{seed}/{table.name}/{index}".encode()).digest()
@@ -122,7 +122,7 @@ def full_tensor(
     tensor: torch.Tensor | ShardedTensor | None, group: dist.ProcessGroup, device: torch.device
 ) -> torch.Tensor:
     """Gather a whole tensor on every rank of ``group``. Every rank calls this function."""
-    kinds: list[Any] = all_gather_objects(None if tensor is None else _description(tensor), group)
+    kinds: list[Any] = all_gather_objects(None if tensor is None else _get_tensor_metadata(tensor), group)
     shape, dtype, is_whole = next(kind for kind in kinds if kind is not None)
     if is_whole:
         assert isinstance(tensor, torch.Tensor)
@@ -137,7 +137,7 @@ def full_tensor(
     return result
 
 
-def _description(tensor: torch.Tensor | ShardedTensor) -> tuple[tuple[int, ...], torch.dtype, bool]:
+def _get_tensor_metadata(tensor: torch.Tensor | ShardedTensor) -> tuple[tuple[int, ...], torch.dtype, bool]:
     """Return the shape, the type, and True if every rank holds the whole tensor."""
     if isinstance(tensor, ShardedTensor):
         metadata = tensor.metadata()

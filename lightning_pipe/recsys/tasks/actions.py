@@ -14,14 +14,14 @@ from lightning_pipe.engine import InputError, IterContext, SetupError, State
 from lightning_pipe.engine.runtime.record_stream import record_stream
 from lightning_pipe.engine.runtime.worker import is_worker_thread
 from lightning_pipe.recsys.dense.dense_reduction import DenseGradientReducer
-from lightning_pipe.recsys.kernels.gradient_norm import clip_by_global_norm
+from lightning_pipe.recsys.kernels.gradient_norm import clip_dense_grads_by_global_norm
 from lightning_pipe.recsys.rewrite.batch_state import Embeddings, PendingFeatures
 from lightning_pipe.recsys.rewrite.model_rewrite import ModelRewrite
-from lightning_pipe.recsys.rewrite.table_window import TableWindow
+from lightning_pipe.recsys.rewrite.table_window import TableGradientAccumulator
 from lightning_pipe.recsys.sharding.replicas import ReplicaAverage, refuse_clipping
 from lightning_pipe.recsys.sharding.sharded_model import ShardedModel
 from lightning_pipe.recsys.tasks.context import RecsysContext
-from lightning_pipe.recsys.tasks.replays import RecsysReplays
+from lightning_pipe.recsys.tasks.replays import RecsysReplayEffects
 
 if TYPE_CHECKING:
     from lightning_pipe.recsys.balancing.balancer import BatchBalancer
@@ -47,7 +47,7 @@ class TableHooks:
     after_backward: Callable[[], None] | None = None  # steps the tables that no fused kernel trains
     context: LookupContext | None = None  # of the lookups, such as a precision plugin's
     # Keeps gradients for one step at the end of several batches. Requires a rewrite with a split backward.
-    window: TableWindow | None = None
+    window: TableGradientAccumulator | None = None
 
 
 class RecsysActions:
@@ -62,8 +62,8 @@ class RecsysActions:
         loss_of: extracts from a step's output the scalar loss to call ``backward`` on, or None if the output has none.
             With a reducer, a rank without a loss sends zeros, since other ranks may have one. Without a reducer, either
             all ranks have a loss or none has.
-        optimizer_step: the dense optimizer's step; None (default) if the caller runs it between ``begin_task`` and
-            ``end_task``.
+        optimizer_step: the dense optimizer's step; None (default) if the caller runs it between ``begin_caller_task``
+            and ``end_caller_task``.
         reducer: averages dense gradients over ranks; None (default) if they are averaged elsewhere.
         tables: functions called around lookups and their backward (default None).
         check_loss: called by every rank with the loss or None; raises if the loss cannot be trained (default: no
@@ -110,7 +110,7 @@ class RecsysActions:
         self.balancer = balancer
         self.replicas = replicas
         self._window = tables.window
-        self.replays = RecsysReplays(rewrite, reducer)
+        self.replays = RecsysReplayEffects(rewrite, reducer)
         self._tables_in_training = False  # from a batch's DenseForward to its EmbBackward
 
     @property
@@ -126,7 +126,7 @@ class RecsysActions:
         if self.replicas is not None and self.replicas.groups.sync_every > 1:
             reads = (*reads, REPLICA_STEPS)
         by_optimizer = rewrite.has_replicated_tables and self._after_embedding_backward is None
-        return (*reads, DENSE_PARAMETERS) if by_optimizer or not rewrite.only_tables else reads
+        return (*reads, DENSE_PARAMETERS) if by_optimizer or not rewrite.sharded_modules_train_only_tables else reads
 
     def h2d_and_shuffle(self, ctx: RecsysContext) -> None:
         """Move the batch to the device. If samples are balanced, the next two tasks exchange them between ranks."""
@@ -135,7 +135,7 @@ class RecsysActions:
             loader_batch = ctx.batch
             with self._rewrite.transferring(loader_batch):
                 ctx.batch = self._transfer(loader_batch)
-            self._rewrite.transferred(loader_batch, ctx.batch)
+            self._rewrite.exclude_loader_features_from_release(loader_batch, ctx.batch)
         except Exception as error:
             if not (self._rewrite.has_peers or is_worker_thread()):
                 raise
@@ -213,9 +213,9 @@ class RecsysActions:
         ctx.output = None
         ctx.trained = step is not None and torch.is_grad_enabled()
         if step is not None:
-            with self._rewrite.serving(ctx.embeddings, ctx.batch):
+            with self._rewrite.using_looked_up_embeddings(ctx.embeddings, ctx.batch):
                 ctx.output = step()
-        ctx.training_step = _ran
+        ctx.training_step = _completed_step_placeholder
 
     def loss_postprocess(self, ctx: RecsysContext) -> None:
         """Extract the loss from the step's output and, on request, let all ranks check it together."""
@@ -230,7 +230,7 @@ class RecsysActions:
         takes_part = ctx.trained and self._reducer is not None and self._rewrite.has_peers
         ctx.has_gradients = loss is not None or takes_part
         if ctx.has_gradients and self._reducer is not None:
-            self._reducer.prepare()
+            self._reducer.prepare_for_backward()
         if loss is not None:
             if backward is not None:
                 backward()
@@ -248,9 +248,9 @@ class RecsysActions:
                 _refuse_uneven_rows(error)
                 raise
         if self._window is not None:
-            self._accumulate(self._window, ctx)
+            self._accumulate_table_gradients(self._window, ctx)
 
-    def _accumulate(self, window: TableWindow, ctx: RecsysContext) -> None:
+    def _accumulate_table_gradients(self, window: TableGradientAccumulator, ctx: RecsysContext) -> None:
         """Leave the tables' step of this batch to the last batch of the window, or complete the window."""
         if window.is_last:
             ctx.tables_skipped |= window.take_overflow()
@@ -270,7 +270,7 @@ class RecsysActions:
             self._tables_backward.discard(ctx.embeddings)
         else:
             try:
-                self._rewrite.backward(
+                self._rewrite.run_embedding_backward(
                     ctx.embeddings,
                     scale=ctx.gradient_scale if ctx.has("gradient_scale") else None,
                     agree_unused=self._rewrite.skips_unused_in_backward,
@@ -324,7 +324,7 @@ def make_clip_function(model: ShardedModel, max_norm: float) -> Callable[[Embedd
 
     def clip(embeddings: Embeddings) -> torch.Tensor:
         assert embeddings.kernel_gradients is not None
-        return clip_by_global_norm(dense, model.table_gradient_norm(embeddings.kernel_gradients), max_norm)
+        return clip_dense_grads_by_global_norm(dense, model.table_gradient_norm(embeddings.kernel_gradients), max_norm)
 
     return clip
 
@@ -338,5 +338,5 @@ def _refuse_uneven_rows(error: RuntimeError) -> None:
         ) from error
 
 
-def _ran() -> None:
+def _completed_step_placeholder() -> None:
     """Placeholder for a step that has run: it tells the caller so, and lets the batch be freed."""

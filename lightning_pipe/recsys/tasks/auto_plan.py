@@ -15,10 +15,10 @@ from lightning_pipe.engine.plans.plan import PipelinePlan
 from lightning_pipe.engine.plans.task import PipelineTask
 from lightning_pipe.recsys.plans.recsys_plans import (
     PLANS,
-    looks_up_ahead,
+    looks_up_embeddings_ahead,
     lookup_state_besides_tables,
+    plan_supports_cached_tables,
     recsys_plan,
-    suits_caches,
 )
 from lightning_pipe.recsys.tasks.declarations import TASKS
 
@@ -42,7 +42,9 @@ def hand_written_plans(
     names = [
         name
         for name, plan in PLANS.items()
-        if not plan.stale and (only_tables or not looks_up_ahead(plan)) and (on_disk or name != "early_prefetch")
+        if not plan.stale
+        and (only_tables or not looks_up_embeddings_ahead(plan))
+        and (on_disk or name != "early_prefetch")
     ]
     plans = [recsys_plan(name, tasks) for name in names]
     return [plan for plan in plans if max_in_flight is None or plan.pipeline_depth <= max_in_flight]
@@ -66,7 +68,7 @@ def recsys_costs(
     background: dict[str, float | Collective] = dict(sent or {})
     waited = dict(waits)
     if sent is None:
-        background, waited = _background(task_times, waits)
+        background, waited = _estimate_message_times(task_times, waits)
     costs = {}
     for name, seconds in task_times.items():
         submitted = background.get(name, 0.0)
@@ -80,7 +82,7 @@ def recsys_costs(
     return costs
 
 
-def _background(
+def _estimate_message_times(
     task_times: Mapping[str, float], waits: Mapping[str, float]
 ) -> tuple[dict[str, float | Collective], dict[str, float]]:
     """Time of each message on an otherwise idle network, by the task that submits it, and the time that each task
@@ -157,4 +159,4 @@ def propose_plans(
     costs = recsys_costs(task_times, peers=peers, device=device)
     machine = recsys_machine(device, seconds_between_periods)
     variants = recsys_variants(hand_written, costs, machine, max_in_flight=max_in_flight, max_plans=max_plans)
-    return [plan for plan in variants if not cached or suits_caches(plan)]
+    return [plan for plan in variants if not cached or plan_supports_cached_tables(plan)]

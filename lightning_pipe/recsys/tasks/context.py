@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from lightning_pipe.engine import TrainingContext
-from lightning_pipe.recsys.rewrite.batch_state import Embeddings, Features, PendingFeatures, PendingSplits
+from lightning_pipe.recsys.rewrite.batch_state import DistributedFeatures, Embeddings, PendingFeatures, PendingSplits
 
 if TYPE_CHECKING:
-    from lightning_pipe.recsys.balancing.balancer import PendingExchange
+    from lightning_pipe.recsys.balancing.balancer import PendingSampleExchange
 
 
 class RecsysContext(TrainingContext):
@@ -31,10 +31,10 @@ class RecsysContext(TrainingContext):
     """
 
     transfer_error: Exception | None
-    balance: PendingExchange | None
+    balance: PendingSampleExchange | None
     splits: PendingSplits
     input_requests: PendingFeatures
-    features: Features
+    features: DistributedFeatures
     embeddings: Embeddings
     trained: bool
     loss: Tensor | None

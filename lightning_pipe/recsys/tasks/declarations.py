@@ -23,14 +23,14 @@ from lightning_pipe.recsys.tasks.actions import (
     TABLES,
     RecsysActions,
 )
-from lightning_pipe.recsys.tasks.replays import RecsysReplays
+from lightning_pipe.recsys.tasks.replays import RecsysReplayEffects
 
 if TYPE_CHECKING:
     from lightning_pipe.engine.planning.costs import Resource
 
 
 @dataclass(frozen=True)
-class LateScaling:
+class TaskChangesForLateScaling:
     """Changes of a task if gradients are scaled late, that is, in the optimizer step."""
 
     reads: tuple[str, ...] = ()  # further context fields
@@ -65,12 +65,12 @@ class RecsysTask:
     reads: tuple[str, ...] = ()
     writes: tuple[str, ...] = ()
     model_reads: Callable[[RecsysActions], tuple[State, ...]] | None = None
-    replay: Callable[[RecsysReplays], tuple[DeclaredIO, ...]] | None = None
+    replay: Callable[[RecsysReplayEffects], tuple[DeclaredIO, ...]] | None = None
     needs: Literal["balancer", "replicas"] | None = None
     device: Resource = "compute"
     waited_by: str | None = None
     trains: bool = False
-    late: LateScaling | None = None
+    late: TaskChangesForLateScaling | None = None
     collectives: tuple[str, ...] = ()
 
 
@@ -88,7 +88,7 @@ TASKS: tuple[RecsysTask, ...] = (
         RecsysActions.balance_start,
         reads=("batch", "transfer_error"),
         writes=("balance",),
-        replay=RecsysReplays.balance,
+        replay=RecsysReplayEffects.balance_start,
         needs="balancer",
         waited_by="BalanceFinish",
         collectives=("balance",),
@@ -107,7 +107,7 @@ TASKS: tuple[RecsysTask, ...] = (
         RecsysActions.emb_input_dist_start,
         reads=("batch", "transfer_error"),
         writes=("splits",),
-        replay=RecsysReplays.splits,
+        replay=RecsysReplayEffects.emb_input_dist_start,
         waited_by="EmbInputDistWait",
         collectives=("input",),
     ),
@@ -116,7 +116,7 @@ TASKS: tuple[RecsysTask, ...] = (
         RecsysActions.emb_input_dist_wait,
         reads=("splits",),
         writes=("splits", "input_requests"),
-        replay=RecsysReplays.requests,
+        replay=RecsysReplayEffects.emb_input_dist_wait,
         waited_by="EmbPrefetch",
         collectives=("input",),
     ),
@@ -125,7 +125,7 @@ TASKS: tuple[RecsysTask, ...] = (
         RecsysActions.emb_prefetch,
         reads=("input_requests",),
         writes=("input_requests", "features"),
-        replay=RecsysReplays.features,
+        replay=RecsysReplayEffects.emb_prefetch,
     ),
     RecsysTask(
         "EmbForward",
@@ -133,7 +133,7 @@ TASKS: tuple[RecsysTask, ...] = (
         reads=("features", TABLES),
         writes=("features", "embeddings"),
         model_reads=lambda actions: actions.lookup_reads,
-        replay=RecsysReplays.outputs,
+        replay=RecsysReplayEffects.emb_forward,
         waited_by="EmbForward",
         collectives=("tables",),
         trains=True,
@@ -144,7 +144,7 @@ TASKS: tuple[RecsysTask, ...] = (
         RecsysActions.dense_forward,
         reads=("batch", "embeddings", "training_step", DENSE_PARAMETERS, TABLE_LEARNING_RATES),
         writes=("embeddings", "training_step", "output", "trained", DENSE_BUFFERS, DENSE_GRADIENTS),
-        replay=RecsysReplays.step,
+        replay=RecsysReplayEffects.dense_forward,
         trains=True,
     ),
     RecsysTask(
@@ -160,7 +160,7 @@ TASKS: tuple[RecsysTask, ...] = (
         RecsysActions.dense_backward,
         reads=("loss", "trained", "run_backward", DENSE_PARAMETERS),
         writes=("loss", "run_backward", "embeddings", "has_gradients", "tables_skipped", DENSE_GRADIENTS),
-        replay=RecsysReplays.dense_backward,
+        replay=RecsysReplayEffects.dense_backward,
         waited_by="FinalizeGrads",
         collectives=("dense", "tables", "world"),
         trains=True,
@@ -170,11 +170,11 @@ TASKS: tuple[RecsysTask, ...] = (
         RecsysActions.emb_backward,
         reads=("embeddings", "has_gradients", "tables_skipped", "gradient_scale"),
         writes=("embeddings", TABLES, DENSE_GRADIENTS),
-        replay=RecsysReplays.emb_backward,
+        replay=RecsysReplayEffects.emb_backward,
         waited_by="EmbBackward",
         collectives=("tables", "world"),
         trains=True,
-        late=LateScaling(writes=("embeddings", TABLES), after_step=True),
+        late=TaskChangesForLateScaling(writes=("embeddings", TABLES), after_step=True),
     ),
     RecsysTask(
         SYNC_REPLICAS,
@@ -185,14 +185,14 @@ TASKS: tuple[RecsysTask, ...] = (
         waited_by=SYNC_REPLICAS,
         collectives=("replicas",),
         trains=True,
-        late=LateScaling(after_step=True),
+        late=TaskChangesForLateScaling(after_step=True),
     ),
     RecsysTask(
         "FinalizeGrads",
         RecsysActions.finalize_grads,
         reads=("has_gradients", DENSE_GRADIENTS),
         writes=(DENSE_GRADIENTS,),
-        replay=RecsysReplays.finalize,
+        replay=RecsysReplayEffects.finalize_grads,
         collectives=("dense",),
         trains=True,
     ),
@@ -203,7 +203,7 @@ TASKS: tuple[RecsysTask, ...] = (
         writes=(DENSE_GRADIENTS, DENSE_PARAMETERS, TABLE_LEARNING_RATES),
         collectives=("world",),
         trains=True,
-        late=LateScaling(
+        late=TaskChangesForLateScaling(
             reads=("embeddings",),
             writes=(DENSE_GRADIENTS, DENSE_PARAMETERS, TABLE_LEARNING_RATES, "gradient_scale", "tables_skipped"),
         ),

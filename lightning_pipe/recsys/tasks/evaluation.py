@@ -70,8 +70,8 @@ class PipelinedEvaluation:
 
     def _next(self, batches: Iterator[Any]) -> IterContext:
         if self.runs_next_serially and not self.pipeline.in_flight:
-            self.pipeline.begin_serial(batches)
-            return self.pipeline.finish()
+            self.pipeline.begin_serial_period(batches)
+            return self.pipeline.finish_period()
         return self.pipeline.progress(batches)
 
     def close(self) -> None:

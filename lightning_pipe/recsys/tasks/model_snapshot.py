@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_pipe._compat.torch import ShardedTensor, version_counters_preserved
-from lightning_pipe.recsys.kernels.fused_kernels import fused_kernels
+from lightning_pipe.recsys.kernels.fused_kernels import find_fused_kernels
 from lightning_pipe.recsys.sharding.sharded_model import ShardedModel
 
 # State of a parameter, by key.
@@ -109,7 +109,7 @@ class ModelSnapshotter:
         tensors += list(module.buffers())
         tensors += _local(self._sharded.drop_dynamic_entries(self._sharded.fused_optimizer.state_dict()["state"]))
         for sharded in self._sharded.sharded_modules.values():
-            for kernel in fused_kernels(sharded):
+            for kernel in find_fused_kernels(sharded):
                 tensors += [kernel.iter, kernel.iter_cpu]
         return list({id(tensor): tensor for tensor in tensors}.values())
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from lightning_pipe.engine.common.errors import SetupError
-from lightning_pipe.engine.common.options import check_choice, option_group
+from lightning_pipe.engine.common.options import check_choice, parse_option_group
 from lightning_pipe.recsys.modules.ids_on_wire import IdsOnWire
 from lightning_pipe.recsys.modules.quantized_comms import QuantizedComms
 
@@ -86,12 +86,12 @@ class WireOptions:
 
     def __post_init__(self) -> None:
         check_choice("wire.ids", self.ids, get_args(IdsOnWire))
-        option_group(QuantizedComms, "quantized_comms", self.quantized_comms)
+        parse_option_group(QuantizedComms, "quantized_comms", self.quantized_comms)
 
     @property
     def comms(self) -> QuantizedComms:
         """The precision of embeddings and gradients."""
-        return option_group(QuantizedComms, "quantized_comms", self.quantized_comms)
+        return parse_option_group(QuantizedComms, "quantized_comms", self.quantized_comms)
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ class SessionOptions:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            group = option_group(type(field.default), field.name, getattr(self, field.name))
+            group = parse_option_group(type(field.default), field.name, getattr(self, field.name))
             object.__setattr__(self, field.name, group)
 
 

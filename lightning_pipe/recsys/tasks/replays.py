@@ -22,24 +22,34 @@ from lightning_pipe._compat.torchrec import feature_processor_parameters
 from lightning_pipe.engine.plans.task import DeclaredIO
 from lightning_pipe.engine.runtime.captured import ByReference
 from lightning_pipe.recsys.dense.dense_reduction import DenseGradientReducer
-from lightning_pipe.recsys.kernels.fused_kernels import adjust_iteration_count, newest_prefetches, prefetch_again
-from lightning_pipe.recsys.kernels.kernel_calls import KernelGradients, LookupCalls
+from lightning_pipe.recsys.kernels.fused_kernels import (
+    add_to_kernel_iteration_counts,
+    get_newest_prefetch_locations,
+    requeue_prefetch_locations,
+)
+from lightning_pipe.recsys.kernels.kernel_calls import KernelOutputGradients, LookupCalls
 from lightning_pipe.recsys.modules.dynamic_modules import is_dynamic
-from lightning_pipe.recsys.rewrite.batch_state import Embeddings, Features, ModuleInputs, PendingFeatures, PendingSplits
+from lightning_pipe.recsys.rewrite.batch_state import (
+    DistributedFeatures,
+    Embeddings,
+    ModuleInputs,
+    PendingFeatures,
+    PendingSplits,
+)
 from lightning_pipe.recsys.rewrite.model_rewrite import ModelRewrite
 from lightning_pipe.recsys.tasks.context import RecsysContext
 
 if TYPE_CHECKING:
-    from lightning_pipe.recsys.balancing.balancer import PendingExchange
+    from lightning_pipe.recsys.balancing.balancer import PendingSampleExchange
 
 
-class RecsysReplays:
+class RecsysReplayEffects:
     """Effects of the tasks of one model."""
 
     def __init__(self, rewrite: ModelRewrite, reducer: DenseGradientReducer | None) -> None:
         self._rewrite = rewrite
         self._reducer = reducer
-        modules = list(rewrite.modules.values())
+        modules = list(rewrite.sharded_modules.values())
         sharded = {id(parameter) for module in modules for parameter in module.parameters()}
         buffers = {id(buffer) for module in modules for buffer in module.buffers()}
         model = rewrite.model
@@ -50,88 +60,95 @@ class RecsysReplays:
 
     # ------------------------------------------------------------------ input dist
 
-    def balance(self) -> tuple[DeclaredIO, ...]:
-        def again(ctx: RecsysContext, balance: PendingExchange | None) -> None:
+    def balance_start(self) -> tuple[DeclaredIO, ...]:
+        def restore_balance(ctx: RecsysContext, balance: PendingSampleExchange | None) -> None:
             ctx.balance = None if balance is None else balance.with_batch(ctx.batch)
 
         # The workloads are known, so another wait for the partition exchanges the samples again.
-        return (DeclaredIO(lambda ctx: ByReference(ctx.balance), again, ("balance",)),)
+        return (DeclaredIO(lambda ctx: ByReference(ctx.balance), restore_balance, ("balance",)),)
 
-    def splits(self) -> tuple[DeclaredIO, ...]:
-        def again(ctx: RecsysContext, splits: PendingSplits) -> None:
-            inputs = self._rewrite.rebuild_inputs(ctx.batch, _copied(splits.inputs.contexts))
+    def emb_input_dist_start(self) -> tuple[DeclaredIO, ...]:
+        def restore_splits(ctx: RecsysContext, splits: PendingSplits) -> None:
+            inputs = self._rewrite.rebuild_inputs(ctx.batch, _copy_contexts(splits.inputs.contexts))
             ctx.splits = replace(splits, inputs=inputs)
 
         # Another wait for the splits sends the tensors again.
-        return (DeclaredIO(lambda ctx: ByReference(ctx.splits), again, ("splits",)),)
+        return (DeclaredIO(lambda ctx: ByReference(ctx.splits), restore_splits, ("splits",)),)
 
-    def requests(self) -> tuple[DeclaredIO, ...]:
-        def capture(ctx: RecsysContext) -> dict[str, Any]:
+    def emb_input_dist_wait(self) -> tuple[DeclaredIO, ...]:
+        def capture_requests(ctx: RecsysContext) -> dict[str, Any]:
             requests = ctx.input_requests
             tensors = {name: awaitable.wait() for name, awaitable in requests.tensors.items()}
-            ctx.input_requests = _waited_for(requests.inputs, tensors)
+            ctx.input_requests = _make_completed_pending_features(requests.inputs, tensors)
             return {"tensors": tensors, "contexts": ByReference(requests.inputs.contexts)}
 
-        def again(ctx: RecsysContext, captured: Mapping[str, Any]) -> None:
-            inputs = replace(ctx.splits.inputs, contexts=_copied(captured["contexts"]))
-            ctx.input_requests = _waited_for(inputs, captured["tensors"])
+        def restore_requests(ctx: RecsysContext, captured: Mapping[str, Any]) -> None:
+            inputs = replace(ctx.splits.inputs, contexts=_copy_contexts(captured["contexts"]))
+            ctx.input_requests = _make_completed_pending_features(inputs, captured["tensors"])
 
-        return (DeclaredIO(capture, again, ("input_requests",)),)
+        return (DeclaredIO(capture_requests, restore_requests, ("input_requests",)),)
 
-    def features(self) -> tuple[DeclaredIO, ...]:
-        def capture(ctx: RecsysContext) -> dict[str, Any]:
+    def emb_prefetch(self) -> tuple[DeclaredIO, ...]:
+        def capture_distributed_features(ctx: RecsysContext) -> dict[str, Any]:
             features = ctx.features
             return {"distributed": features.distributed, "contexts": ByReference(features.inputs.contexts)}
 
-        def again(ctx: RecsysContext, captured: Mapping[str, Any]) -> None:
-            inputs = replace(ctx.input_requests.inputs, contexts=_copied(captured["contexts"]))
-            ctx.features = Features(inputs, captured["distributed"])
+        def restore_distributed_features(ctx: RecsysContext, captured: Mapping[str, Any]) -> None:
+            inputs = replace(ctx.input_requests.inputs, contexts=_copy_contexts(captured["contexts"]))
+            ctx.features = DistributedFeatures(inputs, captured["distributed"])
             for name, features in captured["distributed"].items():
-                module = self._rewrite.modules[name]
+                module = self._rewrite.sharded_modules[name]
                 if is_dynamic(module):
                     module.replay_prefetch(inputs.contexts[name], features)
 
-        def prefetched(ctx: RecsysContext) -> Any:
-            return newest_prefetches(self._pipelined(ctx.features.distributed))
+        def capture_prefetches(ctx: RecsysContext) -> Any:
+            return get_newest_prefetch_locations(self._get_sharded_modules(ctx.features.distributed))
 
-        def prefetch(ctx: RecsysContext, locations: Any) -> None:
-            prefetch_again(self._pipelined(ctx.features.distributed), locations)
+        def restore_prefetches(ctx: RecsysContext, locations: Any) -> None:
+            requeue_prefetch_locations(self._get_sharded_modules(ctx.features.distributed), locations)
 
-        return DeclaredIO(capture, again, ("features",)), DeclaredIO(prefetched, prefetch)
+        return DeclaredIO(capture_distributed_features, restore_distributed_features, ("features",)), DeclaredIO(
+            capture_prefetches, restore_prefetches
+        )
 
     # ------------------------------------------------------------------ lookup, and the dense part
 
-    def outputs(self) -> tuple[DeclaredIO, ...]:
-        def again(ctx: RecsysContext, outputs: Mapping[str, Any]) -> None:
+    def emb_forward(self) -> tuple[DeclaredIO, ...]:
+        def restore_embedding_outputs(ctx: RecsysContext, outputs: Mapping[str, Any]) -> None:
             ctx.embeddings = Embeddings(ctx.features.inputs)
             for name, output in outputs.items():
                 # Outputs without a graph get no captured lookups, since no gradients can be sent to them.
-                ctx.embeddings.keep_ready(name, output)
+                ctx.embeddings.add_ready_output(name, output)
             if torch.is_grad_enabled():
-                for module in self._pipelined(outputs):
-                    adjust_iteration_count(module, 1)
+                for module in self._get_sharded_modules(outputs):
+                    add_to_kernel_iteration_counts(module, 1)
             for context in ctx.features.inputs.contexts.values():
                 if rows := getattr(context, "rows", None):
                     rows.end(trained=False)
 
         return (
-            DeclaredIO(lambda ctx: ctx.embeddings.ready, again, ("embeddings",), upstream=lambda ctx: self._in_modules),
+            DeclaredIO(
+                lambda ctx: ctx.embeddings.ready,
+                restore_embedding_outputs,
+                ("embeddings",),
+                upstream=lambda ctx: self._in_modules,
+            ),
         )
 
-    def step(self) -> tuple[DeclaredIO, ...]:
-        def upstream(ctx: RecsysContext) -> Iterable[Tensor]:
+    def dense_forward(self) -> tuple[DeclaredIO, ...]:
+        def collect_upstream_tensors(ctx: RecsysContext) -> Iterable[Tensor]:
             passed_on: list[Tensor] = []
             for output in ctx.embeddings.ready.values():
                 _tensors(output, passed_on)
             return [*passed_on, *self._dense]
 
         # Outputs that the step has taken, and lookups that it made directly, are left as they are.
-        embeddings = DeclaredIO(lambda ctx: None, lambda ctx, _: None, ("embeddings",), upstream)
-        gradients = self._gradients_of([*self._dense, *self._in_modules])  # the step may begin with zero_grad()
-        return embeddings, gradients, self._values_of(self._buffers)
+        embeddings = DeclaredIO(lambda ctx: None, lambda ctx, _: None, ("embeddings",), collect_upstream_tensors)
+        gradients = self._declare_gradients([*self._dense, *self._in_modules])  # the step may begin with zero_grad()
+        return embeddings, gradients, self._declare_buffer_values(self._buffers)
 
     def dense_backward(self) -> tuple[DeclaredIO, ...]:
-        def capture(ctx: RecsysContext) -> dict[str, Any]:
+        def capture_embedding_gradients(ctx: RecsysContext) -> dict[str, Any]:
             embeddings = ctx.embeddings
             kernels = embeddings.kernel_gradients
             return {
@@ -140,7 +157,7 @@ class RecsysReplays:
                 "replicated": () if kernels is None else [weights.grad for weights in kernels.replicated],
             }
 
-        def again(ctx: RecsysContext, captured: Mapping[str, Any]) -> None:
+        def restore_embedding_gradients(ctx: RecsysContext, captured: Mapping[str, Any]) -> None:
             embeddings = ctx.embeddings
             for cut, gradient in zip(embeddings.cuts(), captured["cuts"], strict=True):
                 cut.gradient = gradient
@@ -148,58 +165,64 @@ class RecsysReplays:
                 calls: list[LookupCalls] = [call.lookups for call in embeddings.calls if call.lookups is not None]
                 replicated = list(dict.fromkeys(weights for lookups in calls for weights in lookups.replicated))
                 kernels = list(chain.from_iterable(lookups.kernel_calls for lookups in calls))
-                embeddings.kernel_gradients = KernelGradients(kernels, captured["kernels"], replicated)
+                embeddings.kernel_gradients = KernelOutputGradients(kernels, captured["kernels"], replicated)
                 for weights, gradient in zip(replicated, captured["replicated"], strict=True):
                     weights.grad = gradient
 
-        def sent(ctx: RecsysContext, _: Any) -> None:
+        def mark_dense_gradients_ready(ctx: RecsysContext, _: Any) -> None:
             if self._reducer is not None and ctx.has_gradients:
-                self._reducer.prepare()
+                self._reducer.prepare_for_backward()
                 self._reducer.mark_gradients_ready(self._dense)
 
-        in_context = DeclaredIO(capture, again, ("embeddings",))
-        return in_context, self._gradients_of(self._dense), DeclaredIO(lambda ctx: None, sent)
+        in_context = DeclaredIO(capture_embedding_gradients, restore_embedding_gradients, ("embeddings",))
+        return (
+            in_context,
+            self._declare_gradients(self._dense),
+            DeclaredIO(lambda ctx: None, mark_dense_gradients_ready),
+        )
 
     def emb_backward(self) -> tuple[DeclaredIO, ...]:
-        return (self._gradients_of(self._in_modules),)
+        return (self._declare_gradients(self._in_modules),)
 
-    def finalize(self) -> tuple[DeclaredIO, ...]:
-        def leave_averages(ctx: RecsysContext, _: Any) -> None:
+    def finalize_grads(self) -> tuple[DeclaredIO, ...]:
+        def discard_averaged_gradients(ctx: RecsysContext, _: Any) -> None:
             if self._reducer is not None and ctx.has_gradients:
-                self._reducer.discard_averages()
+                self._reducer.discard_averaged_gradients()
 
-        return DeclaredIO(lambda ctx: None, leave_averages), self._gradients_of([*self._dense, *self._in_modules])
+        return DeclaredIO(lambda ctx: None, discard_averaged_gradients), self._declare_gradients(
+            [*self._dense, *self._in_modules]
+        )
 
     # ------------------------------------------------------------------ building blocks
 
-    def _pipelined(self, names: Iterable[str]) -> list[nn.Module]:
-        return [self._rewrite.modules[name] for name in names]
+    def _get_sharded_modules(self, names: Iterable[str]) -> list[nn.Module]:
+        return [self._rewrite.sharded_modules[name] for name in names]
 
-    def _gradients_of(self, parameters: Sequence[nn.Parameter]) -> DeclaredIO:
-        def capture(ctx: RecsysContext) -> list[Tensor | None]:
+    def _declare_gradients(self, parameters: Sequence[nn.Parameter]) -> DeclaredIO:
+        def capture_gradients(ctx: RecsysContext) -> list[Tensor | None]:
             return [parameter.grad for parameter in parameters]
 
-        def restore(ctx: RecsysContext, gradients: Sequence[Tensor | None]) -> None:
+        def restore_gradients(ctx: RecsysContext, gradients: Sequence[Tensor | None]) -> None:
             for parameter, gradient in zip(parameters, gradients, strict=True):
                 parameter.grad = gradient
 
-        return DeclaredIO(capture, restore)
+        return DeclaredIO(capture_gradients, restore_gradients)
 
-    def _values_of(self, buffers: Sequence[Tensor]) -> DeclaredIO:
+    def _declare_buffer_values(self, buffers: Sequence[Tensor]) -> DeclaredIO:
         @torch.no_grad()
-        def restore(ctx: RecsysContext, values: Sequence[Tensor]) -> None:
+        def restore_buffers(ctx: RecsysContext, values: Sequence[Tensor]) -> None:
             for buffer, value in zip(buffers, values, strict=True):
                 buffer.copy_(value)
 
-        return DeclaredIO(lambda ctx: list(buffers), restore)
+        return DeclaredIO(lambda ctx: list(buffers), restore_buffers)
 
 
-def _copied(contexts: Mapping[str, Any]) -> dict[str, Any]:
+def _copy_contexts(contexts: Mapping[str, Any]) -> dict[str, Any]:
     """Copies of contexts, since iterations in flight may have the same batch, each with rows of its own."""
     return {name: copy.copy(context) for name, context in contexts.items()}
 
 
-def _waited_for(inputs: ModuleInputs, tensors: Mapping[str, Any]) -> PendingFeatures:
+def _make_completed_pending_features(inputs: ModuleInputs, tensors: Mapping[str, Any]) -> PendingFeatures:
     return PendingFeatures(inputs, {name: NoWait(value) for name, value in tensors.items()})
 
 

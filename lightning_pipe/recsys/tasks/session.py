@@ -3,7 +3,7 @@
 RecsysSession ── process groups ── input dist, dense gradients, balancer, statuses of ranks
      │
      ├── training      rewrite + reducer + balancer + replicas ──► tasks
-     ├── rehearsal     another rewrite, training suspended ──────► tasks (for a profile)
+     ├── profiling     another rewrite, training suspended ──────► tasks (for a profile)
      └── evaluations   one rewrite each ─────────────────────────► tasks
 """
 
@@ -21,7 +21,7 @@ from torch import nn
 from lightning_pipe._compat.torchrec import cached_tables
 from lightning_pipe.engine import PipelinePlan, PipelineTask, SetupError, SWPipeline
 from lightning_pipe.engine.ranks.agreement import check_agreement
-from lightning_pipe.engine.ranks.gloo_all_to_all import wrap_full_duplex
+from lightning_pipe.engine.ranks.gloo_all_to_all import wrap_full_duplex_group
 from lightning_pipe.engine.ranks.loss_check import check_finite_loss
 from lightning_pipe.engine.ranks.object_collectives import all_reduce_any
 from lightning_pipe.engine.ranks.process_groups import new_group
@@ -29,18 +29,18 @@ from lightning_pipe.engine.ranks.tensors_at_exit import keep_tensors_alive_at_ex
 from lightning_pipe.recsys.dense.dense_reduction import DenseGradientReducer
 from lightning_pipe.recsys.kernels.fused_kernels import (
     clear_prefetches,
-    fused_kernels,
+    find_fused_kernels,
+    hide_prefetch_queues_of_modules,
     preserve_pending_lookups,
-    suspend_prefetches,
 )
 from lightning_pipe.recsys.plans.recsys_plans import (
-    looks_up_ahead,
-    needs_input_group,
+    looks_up_embeddings_ahead,
+    needs_input_dist_process_group,
+    plan_supports_cached_tables,
     runs_input_on_worker,
-    suits_caches,
 )
 from lightning_pipe.recsys.rewrite.model_rewrite import ModelRewrite
-from lightning_pipe.recsys.rewrite.table_window import TableWindow
+from lightning_pipe.recsys.rewrite.table_window import TableGradientAccumulator
 from lightning_pipe.recsys.sharding.sharded_model import ShardedModel
 from lightning_pipe.recsys.tasks.actions import LookupContext, RecsysActions, TableHooks
 from lightning_pipe.recsys.tasks.declarations import RecsysTask
@@ -89,10 +89,10 @@ class RecsysSession:
         self._actions: RecsysActions | None = None
         self.reducer: DenseGradientReducer | None = None  # in training, unless the model's wrapper averages gradients
         self.rewrite: ModelRewrite | None = None  # in training
-        self.window: TableWindow | None = None  # in a training that accumulates the gradients of tables
+        self.window: TableGradientAccumulator | None = None  # in a training that accumulates the gradients of tables
 
     @property
-    def sharded(self) -> ShardedModel:
+    def sharded_model(self) -> ShardedModel:
         """The result of ``shard_model``, in sessions that were built with one."""
         assert self._sharded is not None, "the module was sharded elsewhere"
         return self._sharded
@@ -103,7 +103,7 @@ class RecsysSession:
         """Prepare the averaging of dense gradients. Every rank calls this method."""
         self._bring_rates = bring_rates
         if self._sharded is not None:
-            self._sharded.refuse_untrained()
+            self._sharded.refuse_untrainable_tables()
             # Not the input group: the input dists of later batches overlap with the reduction of gradients.
             self.reducer = DenseGradientReducer(self._sharded.dense_parameters(), self._group("dense"))
             self._undo.callback(self.reducer.close)
@@ -122,14 +122,16 @@ class RecsysSession:
         if self._balancer is not None:
             self._balancer.open(None if self.world is None else self._group("balance"), self.device)
             self._undo.callback(self._balancer.close)
-        ahead = self._plan is None or looks_up_ahead(self._plan)
+        ahead = self._plan is None or looks_up_embeddings_ahead(self._plan)
         self.rewrite = self.new_rewrite(step, split_backward=clipped or accumulates, look_ahead=ahead)
         self._undo.callback(self.rewrite.restore)
         self._refuse_wrong_caches(self.rewrite)
-        clear_prefetches(self.rewrite.modules.values())  # of an earlier training that ended with batches in flight
+        clear_prefetches(
+            self.rewrite.sharded_modules.values()
+        )  # of an earlier training that ended with batches in flight
         if accumulates:
-            self._refuse_caches(self.rewrite)
-            self.window = TableWindow(self.rewrite.modules)
+            self._refuse_caches_with_accumulation(self.rewrite)
+            self.window = TableGradientAccumulator(self.rewrite.sharded_modules)
         if self.options.checks.detect_nan:
             group = self.world if self.reducer is None else self._group("dense")
             actions["check_loss"] = partial(check_finite_loss, group=group)
@@ -144,8 +146,8 @@ class RecsysSession:
         After a prefetch, it corrects the backward of one lookup, the newest. A prefetch two batches ahead, or a lookup
         before the previous batch's backward, requires more.
         """
-        tables = [name for module in rewrite.modules.values() for name in cached_tables(module)]
-        if not tables or self._plan is None or suits_caches(self._plan):
+        tables = [name for module in rewrite.sharded_modules.values() for name in cached_tables(module)]
+        if not tables or self._plan is None or plan_supports_cached_tables(self._plan):
             return
         raise SetupError(
             f"plan {self._plan.name!r} looks up a batch before the backward of the previous batch, or prefetches two"
@@ -153,9 +155,9 @@ class RecsysSession:
             " would give old values. Use another plan such as 'prefetch', or the compute kernel fused or fused_uvm."
         )
 
-    def _refuse_caches(self, rewrite: ModelRewrite) -> None:
+    def _refuse_caches_with_accumulation(self, rewrite: ModelRewrite) -> None:
         """Refuse windows of tables with a cache: their repeated lookups would move rows that are prefetched already."""
-        kernels = (kernel for module in rewrite.modules.values() for kernel in fused_kernels(module))
+        kernels = (kernel for module in rewrite.sharded_modules.values() for kernel in find_fused_kernels(module))
         if all_reduce_any([any(kernel.lxu_cache_weights.numel() for kernel in kernels)], self.world)[0]:
             raise SetupError(
                 "accumulate_tables is 'window', but tables have the compute kernel fused_uvm_caching, whose rows a"
@@ -170,7 +172,7 @@ class RecsysSession:
         if self._actions is not None:
             self._actions.abandon(contexts)
         if self.rewrite is not None:
-            clear_prefetches(self.rewrite.modules.values())
+            clear_prefetches(self.rewrite.sharded_modules.values())
 
     def end_training(self) -> None:
         """Restore the model. The process groups and the reducer stay for another training."""
@@ -187,8 +189,10 @@ class RecsysSession:
         if pipeline is not None:
             pipeline.wait_for_workers()  # a worker may still prefetch rows for a training batch
         rewrite = self.rewrite
-        sharded = self._sharded.sharded_modules if self._sharded is not None else rewrite.modules if rewrite else {}
-        with suspend_prefetches(sharded.values()), preserve_pending_lookups(sharded.values()):
+        sharded = (
+            self._sharded.sharded_modules if self._sharded is not None else rewrite.sharded_modules if rewrite else {}
+        )
+        with hide_prefetch_queues_of_modules(sharded.values()), preserve_pending_lookups(sharded.values()):
             if rewrite is not None:
                 rewrite.detach()
             try:
@@ -204,7 +208,7 @@ class RecsysSession:
         """Context with tasks that train as the training's tasks do, while that is suspended. Every rank enters it."""
         # Replayed iterations read their batches again, so ids must not be released.
         rewrite = self.new_rewrite(
-            step, split_backward=clipped, look_ahead=looks_up_ahead(plan), free_features_early=False
+            step, split_backward=clipped, look_ahead=looks_up_embeddings_ahead(plan), free_features_early=False
         )
         report = None if self._balancer is None else self._balancer.report
         try:
@@ -219,7 +223,7 @@ class RecsysSession:
         self,
         rewrite: ModelRewrite,
         lookup_context: LookupContext | None = None,
-        window: TableWindow | None = None,
+        window: TableGradientAccumulator | None = None,
         **actions: Any,
     ) -> RecsysActions:
         steps = None if self._sharded is None else self._sharded.step_data_parallel_tables
@@ -259,7 +263,7 @@ class RecsysSession:
             self.module,
             method=self.options.rewrite.method,
             step=step,
-            input_group=self._input(),
+            input_group=self._get_input_dist_process_group(),
             status_group=None if self._replicas is None else self._group("status"),
             agree_group=self.world,
             validate_ids=self.options.checks.validate_ids,
@@ -274,28 +278,28 @@ class RecsysSession:
     def _group(self, name: str) -> dist.ProcessGroup:
         """Return the process group *name* of all ranks, made at its first use."""
         if name not in self._groups:
-            self._groups[name] = self._left_at_end(new_group())
+            self._groups[name] = self._destroy_group_at_close(new_group())
         return self._groups[name]
 
-    def _input(self) -> dist.ProcessGroup | None:
+    def _get_input_dist_process_group(self) -> dist.ProcessGroup | None:
         """Return the input dist's group, over the ranks that share the tables; None to use the tables' group."""
         if not self._input_group_known:
             # Ranks with different plans would wait for each other in new_group.
             plan = self._plan
             check_agreement([("name", "auto")] if plan is None else plan.description(), "plan", self.world)
-            if self.world is not None and (plan is None or needs_input_group(plan)):
+            if self.world is not None and (plan is None or needs_input_dist_process_group(plan)):
                 make = new_group if self._replicas is None else self._replicas.groups.new_shard_group
-                self._input_group = wrap_full_duplex(self._left_at_end(make()))
+                self._input_group = wrap_full_duplex_group(self._destroy_group_at_close(make()))
             self._input_group_known = True
         return self._input_group
 
-    def _left_at_end(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
-        def leave() -> None:
+    def _destroy_group_at_close(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
+        def destroy_group() -> None:
             # The user may have destroyed the world, and with it all groups, before the session was closed.
             if dist.is_initialized():
                 dist.destroy_process_group(group)
 
-        self._undo.callback(leave)
+        self._undo.callback(destroy_group)
         return group
 
     def close(self) -> None:
@@ -309,7 +313,7 @@ def next_must_run_serially(rewrite: ModelRewrite, plan: PipelinePlan) -> bool:
 
     The first batch resolves the rewrite, from an observed step or with collectives that only the main thread may call.
     """
-    return not rewrite.resolved and (rewrite.needs_recording or runs_input_on_worker(plan))
+    return not rewrite.is_resolved and (rewrite.needs_recording or runs_input_on_worker(plan))
 
 
 def _no_loss(output: Any) -> None:

@@ -12,7 +12,7 @@ from lightning_pipe.recsys.kernels.table_lr_scheduler import TableLRScheduler
 from lightning_pipe.recsys.sharding.sharded_model import ShardedModel
 
 
-class TableRates:
+class TableLearningRates:
     """Copies the current learning rates into the tables' fused optimizers."""
 
     def __init__(

@@ -42,11 +42,11 @@ def recsys_tasks(
     declared = [task for task in TASKS if task.needs in features]
     if scaled_late:
         declared.sort(key=lambda task: task.late is not None and task.late.after_step)
-    declared = _with_extra(declared, extra or {})
+    declared = _insert_extra_tasks(declared, extra or {})
     return [_task(task, actions, scaled_late) for task in declared]
 
 
-def _with_extra(declared: Iterable[RecsysTask], extra: Mapping[str, RecsysTask]) -> list[RecsysTask]:
+def _insert_extra_tasks(declared: Iterable[RecsysTask], extra: Mapping[str, RecsysTask]) -> list[RecsysTask]:
     declared, ordered = list(declared), []
     all_names = [task.name for task in (*declared, *extra.values())]
     if twice := sorted({name for name in all_names if all_names.count(name) > 1}):
@@ -70,7 +70,7 @@ def _task(declared: RecsysTask, actions: RecsysActions | None, scaled_late: bool
         reads = (*reads, *declared.late.reads)
         writes = writes if declared.late.writes is None else declared.late.writes
     if actions is None:
-        return PipelineTask(declared.name, _Undefined(declared.name), reads=reads, writes=writes, **both)
+        return PipelineTask(declared.name, _TaskWithoutModel(declared.name), reads=reads, writes=writes, **both)
     if declared.model_reads is not None:
         reads = (*reads, *declared.model_reads(actions))
     io = () if declared.replay is None else declared.replay(actions.replays)
@@ -78,7 +78,7 @@ def _task(declared: RecsysTask, actions: RecsysActions | None, scaled_late: bool
     return PipelineTask(declared.name, run, io, reads=reads, writes=writes, **both)
 
 
-class _Undefined:
+class _TaskWithoutModel:
     """Function of a task without a model. It can be pickled, as strategies are for spawned processes."""
 
     def __init__(self, name: str) -> None:

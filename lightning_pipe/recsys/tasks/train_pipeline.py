@@ -16,7 +16,7 @@ from torchrec.distributed.model_parallel import get_unwrapped_module
 from torchrec.optim.keyed import KeyedOptimizer
 
 from lightning_pipe.engine import IterContext, PipelineError, PipelinePlan, SetupError, SWPipeline, TaskError
-from lightning_pipe.engine.common.options import check_whole_number, option_group
+from lightning_pipe.engine.common.options import check_whole_number, parse_option_group
 from lightning_pipe.recsys.batches.transfer import move_batch
 from lightning_pipe.recsys.dense.dense_reduction import DenseGradientReducer
 from lightning_pipe.recsys.plans.recsys_plans import recsys_plan
@@ -107,7 +107,7 @@ class TrainPipeline:
         input_group: dist.ProcessGroup | None = None,
     ) -> None:
         # All refusals come before anything is built.
-        chosen = option_group(SessionOptions, "options", options)
+        chosen = parse_option_group(SessionOptions, "options", options)
         for name, value in (("quantized_comms", chosen.wire.quantized_comms), ("dedup", chosen.wire.dedup or None)):
             if value is not None:
                 raise SetupError(
@@ -153,7 +153,7 @@ class TrainPipeline:
                 transfer=self._transfer,
                 training_step=self._training_step,
                 loss_of=self._loss_of,
-                optimizer_step=self._accumulation.step,
+                optimizer_step=self._accumulation.step_optimizer,
                 clip=clip,
                 clipped=clip is not None,
             )
@@ -181,9 +181,9 @@ class TrainPipeline:
             TaskError: the model, the optimizer or the iterator raised an error. Closes the pipeline.
         """
         self._refuse_while_evaluating()
-        if not self.rewrite.attached:
+        if not self.rewrite.is_attached:
             self.attach()
-        with self._closed_by_errors(), nullcontext() if self._model.training else torch.no_grad():
+        with self._closing_on_error(), nullcontext() if self._model.training else torch.no_grad():
             ctx = self._train_next(dataloader_iter)
         return None if ctx.output is None else ctx.output[1]
 
@@ -209,7 +209,7 @@ class TrainPipeline:
         self.attach()
         self._evaluating = True
         try:
-            with self._closed_by_errors(), self._session.suspend_training(self.pipeline):
+            with self._closing_on_error(), self._session.suspend_training(self.pipeline):
                 if self._sharded is not None:
                     self._sharded.sync_replicas()
                 if self._evaluation is None:
@@ -235,7 +235,7 @@ class TrainPipeline:
             )
 
     @contextmanager
-    def _closed_by_errors(self) -> Generator[None, None, None]:
+    def _closing_on_error(self) -> Generator[None, None, None]:
         try:
             yield
         except (StopIteration, GeneratorExit):
@@ -258,15 +258,15 @@ class TrainPipeline:
 
     def _train_next(self, dataloader_iter: Iterator[Any]) -> IterContext:
         if self.pipeline.is_empty and next_must_run_serially(self.rewrite, self.pipeline.plan):
-            self.pipeline.begin_serial(dataloader_iter)
+            self.pipeline.begin_serial_period(dataloader_iter)
         else:
-            self.pipeline.begin(dataloader_iter)
+            self.pipeline.begin_period(dataloader_iter)
             ended = len(self.pipeline.in_flight) <= self.pipeline.plan.max_stage
             if ended and not self._execute_all_batches:
                 self.reset()
                 raise StopIteration
         with self._accumulation.reducing():
-            ctx = self.pipeline.finish()
+            ctx = self.pipeline.finish_period()
         self._accumulation.trained(ctx)
         return ctx
 
@@ -320,7 +320,7 @@ class TrainPipeline:
         return output
 
     def _loss_of(self, output: Any) -> torch.Tensor | None:
-        return None if output[0] is None else self._accumulation.part_of(torch.sum(output[0], dim=0))
+        return None if output[0] is None else self._accumulation.scale_loss(torch.sum(output[0], dim=0))
 
 
 class _Accumulation:
@@ -351,7 +351,7 @@ class _Accumulation:
         if self._done == 0:
             self._optimizer.zero_grad()
 
-    def part_of(self, loss: torch.Tensor) -> torch.Tensor:
+    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """Part of a batch's loss that its backward starts from."""
         return loss if self._batches == 1 else loss / self._batches
 
@@ -359,7 +359,7 @@ class _Accumulation:
         """Context for the backward of a batch: gradients are averaged over ranks only in the last batch of a step."""
         return nullcontext() if self._reducer is None or self._is_last else self._reducer.no_sync()
 
-    def step(self) -> None:
+    def step_optimizer(self) -> None:
         """Step the dense optimizer after the backward of the last batch of a step."""
         if self._is_last:
             self._optimizer.step()
@@ -385,7 +385,7 @@ def _refuse_late_gradients(model: nn.Module, rewrite: ModelRewrite) -> None:
         }
         late = [
             name
-            for name, module in rewrite.modules.items()
+            for name, module in rewrite.sharded_modules.items()
             if any(id(parameter) in reduced for parameter in module.parameters())
         ]
         if late:

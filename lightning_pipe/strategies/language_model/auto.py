@@ -149,13 +149,15 @@ class AutoLLMPipelineStrategy(LLMPipelineStrategy):
         }
         groups = {
             name: {
-                field: value for field, value in _non_default_fields(getattr(options, name)).items() if _is_plain(value)
+                field: value
+                for field, value in _non_default_fields(getattr(options, name)).items()
+                if _is_yaml_representable(value)
             }
             for name in ("parallel", "batching")
         }
         if options.activation_checkpoint is not None:
             groups["activation_checkpoint"] = asdict(options.activation_checkpoint)
-        plain = {name: value for name, value in self._init_args.items() if _is_plain(value)}
+        plain = {name: value for name, value in self._init_args.items() if _is_yaml_representable(value)}
         arguments = plain | {name: group for name, group in groups.items() if group} | chosen
         content = {"class_path": "lightning_pipe.strategies.LLMPipelineStrategy", "init_args": arguments}
         text: str = yaml.safe_dump(content, sort_keys=False)
@@ -193,8 +195,12 @@ def _non_default_fields(group: Any) -> dict[str, Any]:
     }
 
 
-def _is_plain(value: Any) -> bool:
+def _is_yaml_representable(value: Any) -> bool:
     """Return True if YAML can represent the value."""
     if isinstance(value, dict):
-        return all(_is_plain(item) for pair in value.items() for item in pair)
-    return all(map(_is_plain, value)) if isinstance(value, list | tuple) else type(value) in (bool, int, float, str)
+        return all(_is_yaml_representable(item) for pair in value.items() for item in pair)
+    return (
+        all(map(_is_yaml_representable, value))
+        if isinstance(value, list | tuple)
+        else type(value) in (bool, int, float, str)
+    )

@@ -17,10 +17,10 @@ _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 
 def choice_report(choice: StageChoice) -> Group:
     """Return a report with the choice, the reason for it, and the best alternatives."""
-    chosen, shown = choice.chosen, _shown(choice)
+    chosen, shown = choice.chosen, _select_schedule_predictions_to_show(choice)
     unit, factor = common_byte_unit([prediction.peak for prediction in shown])
     columns = ("schedule", "stages", "micro", "simulated", "measured", "bubble", unit)
-    table = ReportTable.with_number_columns(*columns, edge=False)
+    table = ReportTable.create_with_number_columns(*columns, edge=False)
     table.add_column("layers")
     for row in shown:
         table.add_row(*_row(row, factor), style="bold" if row is chosen else "")
@@ -41,7 +41,7 @@ def choice_report(choice: StageChoice) -> Group:
     return Group(Text(title, style="bold"), "", table, "", explained, *notes)
 
 
-def _shown(choice: StageChoice) -> list[SchedulePrediction]:
+def _select_schedule_predictions_to_show(choice: StageChoice) -> list[SchedulePrediction]:
     """Return the candidates that ran, fastest first, then the best candidate of each schedule that did not run."""
     tried = sorted(
         (entry for entry in choice.predictions if entry.measured_seconds is not None),

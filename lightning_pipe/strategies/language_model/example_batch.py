@@ -31,15 +31,15 @@ def example_batch(module: PipelineModule, loader: Any, batch_size: int | None) -
     if example is not None:
         if rows is None:
             raise SetupError(f"The number of rows in a batch is unknown for a {type(loader).__name__}. {_NEEDED}")
-        return _repeated(example, rows)
+        return _repeat_example_to_batch_size(example, rows)
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         raise SetupError(
-            f"No batch can be read in advance from {_kind(loader)}, since training would miss it. {_NEEDED}"
+            f"No batch can be read in advance from {_describe_loader(loader)}, since training would miss it. {_NEEDED}"
         )
     items_are_batches = loader.batch_sampler is None  # the dataset's items are batches
     if rows is None and not items_are_batches:
         raise SetupError(
-            f"The number of rows in a batch is unknown for a {_kind(loader)} with a batch sampler. {_NEEDED}"
+            f"The number of rows in a batch is unknown for a {_describe_loader(loader)} with a batch sampler. {_NEEDED}"
         )
     dataset: Any = loader.dataset
     count = 1 if items_are_batches else min(rows or 0, len(dataset))
@@ -52,7 +52,7 @@ def example_batch(module: PipelineModule, loader: Any, batch_size: int | None) -
     return transfer_batch_with_hooks(module, loader.collate_fn(items), torch.device("cpu"))
 
 
-def _kind(loader: Any) -> str:
+def _describe_loader(loader: Any) -> str:
     return f"{type(loader).__name__} of {type(loader.dataset).__name__}" if hasattr(loader, "dataset") else repr(loader)
 
 
@@ -61,7 +61,7 @@ def _batch_size(loader: Any) -> int | None:
     return size if isinstance(size, int) else None
 
 
-def _repeated(example: Mapping[str, Any], rows: int) -> dict[str, Any]:
+def _repeat_example_to_batch_size(example: Mapping[str, Any], rows: int) -> dict[str, Any]:
     """Repeat the rows of an example up to the given number."""
     example_rows = next((len(value) for value in example.values() if isinstance(value, Tensor) and value.ndim), 1)
     places = torch.arange(rows) % example_rows

@@ -20,7 +20,7 @@ from lightning_pipe.llm.model.hf_weights import PretrainedWeights, pretrained_ca
 from lightning_pipe.llm.model.lora import add_adapters
 from lightning_pipe.llm.model.meta_tensors import parameters_on_meta
 from lightning_pipe.llm.model.stage_module import StageModule
-from lightning_pipe.llm.parallel.attention_kernels import VARLEN, check_attention_family, register_varlen
+from lightning_pipe.llm.parallel.attention_kernels import VARLEN, check_family_supports_attention, register_varlen
 from lightning_pipe.llm.run.stage_hooks import labels_of
 from lightning_pipe.strategies.language_model.pipeline_module import PipelineModule
 
@@ -111,12 +111,12 @@ class HFCausalLM(PipelineModule):
                 f"The config of the {model.config.model_type} model has is_decoder=False, so tokens attend to the"
                 " tokens that they are trained to predict, and to padding. Set is_decoder=True."
             )
-        check_attention_family(model)
+        check_family_supports_attention(model)
         BalanceLoss.from_model(model)  # raises if the family has another router loss
         head = model.get_output_embeddings()
         name = next((name for name, part in model.named_children() if part is head), None)
         if name is not None and type(head) is nn.Linear and returns_head_results(model):
-            setattr(model, name, _ChunkedHead(head, getattr(model.config, "initializer_range", None) or 0.02))
+            setattr(model, name, _PassThroughHead(head, getattr(model.config, "initializer_range", None) or 0.02))
         return cast(nn.Module, model) if self.lora is None else add_adapters(model, self.lora)
 
     def pretrained_weights(self) -> PretrainedWeights | None:
@@ -144,18 +144,18 @@ class HFCausalLM(PipelineModule):
         trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
         return torch.optim.AdamW(trained, lr=self.learning_rate, weight_decay=self.weight_decay)
 
-    def router_tokens(self, micro_batch: Mapping[str, Any]) -> Tensor | None:
+    def router_token_mask(self, micro_batch: Mapping[str, Any]) -> Tensor | None:
         """Return the tokens over which routers are balanced, as in :class:`PipelineModule`.
 
         For the model's own router loss, which ``output_router_logits`` enables, these are the tokens of the
         ``attention_mask``, or all tokens, as in transformers.
         """
         if not getattr(self.config, "output_router_logits", False):
-            return super().router_tokens(micro_batch)
+            return super().router_token_mask(micro_batch)
         mask = micro_batch.get("attention_mask")
         return mask.bool() if isinstance(mask, Tensor) and mask.ndim == 2 else None
 
-    def _call(
+    def _call_unsplit_model(
         self,
         arguments: tuple[Any, ...],
         keywords: dict[str, Any],
@@ -165,12 +165,12 @@ class HFCausalLM(PipelineModule):
         result: Tensor = StageModule(self.model, 0, 1)(*arguments, result_of=result_of, **keywords)
         return result
 
-    def _head(self) -> _ChunkedHead | None:
+    def _head(self) -> _PassThroughHead | None:
         assert self.model is not None
-        return next((part for part in self.model.children() if isinstance(part, _ChunkedHead)), None)
+        return next((part for part in self.model.children() if isinstance(part, _PassThroughHead)), None)
 
 
-class _ChunkedHead(nn.Module):
+class _PassThroughHead(nn.Module):
     """Head that returns the hidden states unchanged. The loss and the prediction multiply by its weight themselves."""
 
     def __init__(self, head: nn.Linear, std: float) -> None:

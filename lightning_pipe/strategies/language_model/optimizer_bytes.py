@@ -11,15 +11,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_pipe._compat.lightning import optimizers_configured
-from lightning_pipe.llm.measure.layer_bench import PieceResults
-from lightning_pipe.llm.model.module_config import ModuleConfig
-from lightning_pipe.llm.model.stage_module import like_tensor, shallow_copy
+from lightning_pipe.llm.measure.layer_bench import ModelPieceResults
+from lightning_pipe.llm.model.module_config import PPModuleConfig
+from lightning_pipe.llm.model.stage_module import copy_tensor_attributes, shallow_copy
 from lightning_pipe.strategies.language_model.pipeline_module import PipelineModule
 
 _SMALL = 2  # elements in each dimension
 
 
-def optimizer_bytes(module: PipelineModule, config: ModuleConfig) -> PieceResults[int]:
+def compute_optimizer_bytes_per_piece(module: PipelineModule, config: PPModuleConfig) -> ModelPieceResults[int]:
     """Return the bytes of the states that the module's optimizers keep for each piece of its model.
 
     ``configure_optimizers`` is called with small parameters instead of the model's, and its optimizers run one step on
@@ -29,7 +29,7 @@ def optimizer_bytes(module: PipelineModule, config: ModuleConfig) -> PieceResult
     model = module.model
     assert model is not None
     small = shallow_copy(model)
-    large = _make_small(small)
+    large = _shrink_parameters(small)
     module.model = small
     try:
         configured: Any = module.configure_optimizers()
@@ -44,26 +44,26 @@ def optimizer_bytes(module: PipelineModule, config: ModuleConfig) -> PieceResult
         for parameter, state in optimizer.state.items():
             tensors = [value for value in state.values() if isinstance(value, Tensor)]
             shape = large.get(id(parameter), parameter.shape)
-            sizes[id(parameter)] = sum(_grown(tensor, parameter, shape) for tensor in tensors)
+            sizes[id(parameter)] = sum(_extrapolate_state_bytes(tensor, parameter, shape) for tensor in tensors)
     names = {name: sizes.get(id(tensor), 0) for name, tensor in small.named_parameters(remove_duplicate=False)}
     return sum_by_model_piece(names, config)
 
 
-def sum_by_model_piece(sizes: Mapping[str, int], config: ModuleConfig) -> PieceResults[int]:
+def sum_by_model_piece(sizes: Mapping[str, int], config: PPModuleConfig) -> ModelPieceResults[int]:
     """Sum numbers given by parameter name over each piece of a model."""
 
     def bytes_under(modules: Sequence[str]) -> int:
         return sum(size for name, size in sizes.items() if name.startswith(tuple(f"{fqn}." for fqn in modules)))
 
-    return PieceResults(
+    return ModelPieceResults(
         0,
         bytes_under(config.input_fqns),
-        tuple(bytes_under([name]) for name in config.layers),
+        tuple(bytes_under([name]) for name in config.layer_fqns),
         bytes_under(config.output_fqns),
     )
 
 
-def _make_small(model: nn.Module) -> dict[int, torch.Size]:
+def _shrink_parameters(model: nn.Module) -> dict[int, torch.Size]:
     """Replace a model's parameters by small ones, in place, and return the original shapes by the new ones' ids."""
     replacements: dict[int, Tensor] = {}
     shapes: dict[int, torch.Size] = {}
@@ -72,19 +72,19 @@ def _make_small(model: nn.Module) -> dict[int, torch.Size]:
             if parameter is not None:
                 if id(parameter) not in replacements:
                     bare = torch.zeros([min(size, _SMALL) for size in parameter.shape], dtype=parameter.dtype)
-                    replacements[id(parameter)] = like_tensor(parameter, bare)
+                    replacements[id(parameter)] = copy_tensor_attributes(parameter, bare)
                     shapes[id(replacements[id(parameter)])] = parameter.shape
                 part._parameters[name] = cast(nn.Parameter, replacements[id(parameter)])
     return shapes
 
 
-def _grown(state: Tensor, small: Tensor, shape: torch.Size) -> int:
+def _extrapolate_state_bytes(state: Tensor, small: Tensor, shape: torch.Size) -> int:
     """Return the bytes of a state for a parameter of the given shape."""
-    sizes = shape if state.shape == small.shape else _grown_sizes(state.shape, small.shape, shape)
+    sizes = shape if state.shape == small.shape else _extrapolate_optimizer_state_shape(state.shape, small.shape, shape)
     return math.prod(sizes) * state.element_size()
 
 
-def _grown_sizes(state: torch.Size, small: torch.Size, shape: torch.Size) -> list[int]:
+def _extrapolate_optimizer_state_shape(state: torch.Size, small: torch.Size, shape: torch.Size) -> list[int]:
     if len(state) != len(small):
         return list(state)
     return [

@@ -13,15 +13,15 @@ from torch import Tensor, nn
 from lightning_pipe.llm.batches.microbatches import MicroBatches, split_batch
 from lightning_pipe.llm.batches.padding import PadValues
 from lightning_pipe.llm.losses.router_losses import RouterLosses, sum_router_losses
-from lightning_pipe.llm.model.built_stages import BuiltStages
-from lightning_pipe.llm.model.derived_config import derive_config
+from lightning_pipe.llm.model.built_stages import HandBuiltStages
+from lightning_pipe.llm.model.derived_config import derive_pp_module_config
 from lightning_pipe.llm.model.hf_experts import has_routers
 from lightning_pipe.llm.model.routing_replay import (
     ROUTED_EXPERTS,
     MoEBlockInfo,
-    check_routing,
+    check_routed_experts,
     install_moe_block_tracking,
-    pop_routed_experts,
+    pop_routed_experts_from_batch,
 )
 from lightning_pipe.llm.parallel.hf_document_masking import HFDocumentMasking
 from lightning_pipe.llm.run.stage_hooks import BatchResult, RouterLossMeans, StageHooks
@@ -48,7 +48,7 @@ class PipelineModule(StageHooks, pl.LightningModule):
     # ------------------------------------------------------------------ steps
 
     def configure_model(self) -> None:
-        self.model = BuiltStages.as_model(self.build_model() if self.model is None else self.model)
+        self.model = HandBuiltStages.as_model(self.build_model() if self.model is None else self.model)
 
     def run_batch(self, batch: Any) -> BatchResult:
         """Compute the loss of a batch, in stages if the strategy splits the model.
@@ -63,12 +63,12 @@ class PipelineModule(StageHooks, pl.LightningModule):
         """
         if self._run_in_stages is not None:
             return self._run_in_stages(batch)
-        parts = self._unsplit_microbatches(batch)
+        parts = self._convert_to_microbatches(batch)
         losses, routers = [], []
         for part in parts.items:
-            of_routers = RouterLosses(self.loss_tokens(part), token_mask=self.router_tokens(part))
+            of_routers = RouterLosses(self.loss_tokens(part), token_mask=self.router_token_mask(part))
             with of_routers:
-                loss = self._output(part, self._loss_of(part))
+                loss = self._compute_unsplit_output(part, self._make_loss_function(part))
             losses.append(of_routers.scale_with_loss(loss))
             routers.append(of_routers)
         tokens = sum(part_losses.tokens for part_losses in routers)
@@ -94,33 +94,37 @@ class PipelineModule(StageHooks, pl.LightningModule):
     def predict_step(self, batch: Any, batch_idx: int) -> Any:
         if self._predict_in_stages is not None:
             return self._predict_in_stages(batch)
-        parts = self._unsplit_microbatches(batch)
-        results = [self.prediction(self._output(part), part) for part in parts.items]
+        parts = self._convert_to_microbatches(batch)
+        results = [self.prediction(self._compute_unsplit_output(part), part) for part in parts.items]
         return results if isinstance(batch, (list, tuple)) else parts.merge_outputs(results)
 
-    def _unsplit_microbatches(self, batch: Any) -> MicroBatches:
+    def _convert_to_microbatches(self, batch: Any) -> MicroBatches:
         count = len(batch) if isinstance(batch, (list, tuple)) else 1
         return split_batch(batch, count, PadValues(labels=self.ignore_index))
 
-    def _loss_of(self, micro_batch: Mapping[str, Any]) -> Callable[[Tensor], Tensor]:
+    def _make_loss_function(self, micro_batch: Mapping[str, Any]) -> Callable[[Tensor], Tensor]:
         return lambda output: self.summed_loss(output, micro_batch)
 
-    def _output(self, micro_batch: Mapping[str, Any], result_of: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+    def _compute_unsplit_output(
+        self, micro_batch: Mapping[str, Any], result_of: Callable[[Tensor], Tensor] | None = None
+    ) -> Tensor:
         assert self.model is not None
         if micro_batch.get(ROUTED_EXPERTS) is not None:
             if self._mixtures is None:
                 is_moe = has_routers(self.model)
-                layers = (self.pipeline_config() or derive_config(self.model)).layers if is_moe else ()
+                layers = (
+                    (self.pipeline_module_config() or derive_pp_module_config(self.model)).layer_fqns if is_moe else ()
+                )
                 self._mixtures = install_moe_block_tracking(self.model, layers)
-            check_routing(micro_batch, self._mixtures, PadValues().rows_and_length(micro_batch))
-        micro_batch, contexts = pop_routed_experts(micro_batch)
-        arguments, keywords = self._unsplit_inputs(micro_batch)
+            check_routed_experts(micro_batch, self._mixtures, PadValues().rows_and_length(micro_batch))
+        micro_batch, contexts = pop_routed_experts_from_batch(micro_batch)
+        arguments, keywords = self._get_inputs_of_unsplit_model(micro_batch)
         with ExitStack() as entered:
             for context in contexts:
                 entered.enter_context(context())
-            return self._call(arguments, keywords, result_of)
+            return self._call_unsplit_model(arguments, keywords, result_of)
 
-    def _call(
+    def _call_unsplit_model(
         self,
         arguments: tuple[Any, ...],
         keywords: dict[str, Any],
@@ -131,7 +135,7 @@ class PipelineModule(StageHooks, pl.LightningModule):
         output: Tensor = self.model(*arguments, **keywords)
         return output if result_of is None else result_of(output)
 
-    def _unsplit_inputs(self, micro_batch: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _get_inputs_of_unsplit_model(self, micro_batch: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the inputs of the unsplit model."""
         assert self.model is not None
         arguments, keywords = self.model_inputs(micro_batch)

@@ -12,8 +12,13 @@ import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from lightning_pipe._compat.transformers import stays_float32
-from lightning_pipe.checkpoints.folder_reading import differences, read_extra_state, read_full_state, read_metadata
-from lightning_pipe.checkpoints.remote_folder import parse_local_or_remote_path, resolve_folder
+from lightning_pipe.checkpoints.folder_reading import (
+    describe_state_mismatches,
+    read_extra_state,
+    read_full_state,
+    read_metadata,
+)
+from lightning_pipe.checkpoints.remote_folder import follow_checkpoint_marker, parse_local_or_remote_path
 from lightning_pipe.checkpoints.stage_layout import KIND, MODEL, tied_aliases
 from lightning_pipe.engine import SetupError
 from lightning_pipe.llm.model.hf_weights import PretrainedWeights
@@ -42,7 +47,7 @@ def export_pretrained(folder: str | Path, config: Any, target: str | Path, *, dt
     from transformers import AutoModelForCausalLM
 
     config = to_pretrained_config(PretrainedWeights(config).config() if isinstance(config, str | Path) else config)
-    source, target_folder = resolve_folder(parse_local_or_remote_path(folder)), Path(target).absolute()
+    source, target_folder = follow_checkpoint_marker(parse_local_or_remote_path(folder)), Path(target).absolute()
     saved = read_metadata(source, (MODEL,), KIND)
     prefix = "model."  # of the attribute PipelineModule.model
     entries = [saved.state_dict_metadata[key] for key, path in saved.planner_data.items() if path[0] == MODEL]
@@ -66,7 +71,7 @@ def export_pretrained(folder: str | Path, config: Any, target: str | Path, *, dt
         saved = replace(saved, planner_data=entries_of_adapter)
     fixed = {f"{prefix}{name}" for name, _ in model.named_buffers()}
 
-    def dtype_of(name: str, stored: torch.dtype) -> torch.dtype:
+    def get_export_dtype(name: str, stored: torch.dtype) -> torch.dtype:
         if (
             target_dtype is None
             or not stored.is_floating_point
@@ -78,14 +83,14 @@ def export_pretrained(folder: str | Path, config: Any, target: str | Path, *, dt
 
     target_folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{target_folder.name}.", dir=target_folder.parent) as values:
-        state_dict = read_full_state(source, saved, True, MODEL, Path(values), dtype_of)[MODEL]
+        state_dict = read_full_state(source, saved, True, MODEL, Path(values), get_export_dtype)[MODEL]
         weights = {name.removeprefix(prefix): value for name, value in state_dict.items() if name.startswith(prefix)}
         tied = tied_aliases(model)
         sizes = {name: value.size() for name, value in weights.items()}
         needed = {name: value.size() for name, value in model.state_dict().items() if name not in tied}
         if adapter is not None:
             needed = {name: size for name, size in needed.items() if prefix + name in trained}
-        problems = differences(sizes, needed, strict=True)
+        problems = describe_state_mismatches(sizes, needed, strict=True)
         if problems:
             raise SetupError(
                 f"The checkpoint {str(folder)!r} does not fit the {config.model_type} model of the config:"

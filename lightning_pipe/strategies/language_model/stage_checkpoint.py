@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_pipe._compat.torch import set_element
-from lightning_pipe.checkpoints.compiled_names import ModuleNames
+from lightning_pipe.checkpoints.compiled_names import CompiledNameMap
 from lightning_pipe.checkpoints.folder_reading import (
     allocate_target,
     find_mismatches,
@@ -32,24 +32,24 @@ from lightning_pipe.checkpoints.folder_writing import WriteFolder, write_checkpo
 from lightning_pipe.checkpoints.optimizer_state import (
     Group,
     find_optimizer_mismatches,
-    merge_groups,
+    make_optimizer_state_dict,
+    merge_param_groups_of_ranks,
     optimizer_parameter_names,
-    pack_state,
     replace_numbers_by_names,
 )
-from lightning_pipe.checkpoints.remote_folder import Folder, parse_local_or_remote_path, resolve_folder
+from lightning_pipe.checkpoints.remote_folder import Folder, follow_checkpoint_marker, parse_local_or_remote_path
 from lightning_pipe.checkpoints.stage_layout import (
     KIND,
     MODEL,
     OPTIMIZERS,
     TIED,
     add_tied_aliases,
-    optimizer_part,
+    get_optimizer_checkpoint_key,
     tied_aliases,
 )
 from lightning_pipe.engine import SetupError
 from lightning_pipe.engine.ranks.object_collectives import all_gather_objects, run_on_all_ranks
-from lightning_pipe.llm.model.lora import ADAPTER, adapter_text
+from lightning_pipe.llm.model.lora import ADAPTER, serialize_lora_config
 
 _FIX = "Build the module and its optimizers as in the run that wrote the checkpoint"
 
@@ -71,7 +71,7 @@ def save_stage_checkpoint(
     }
     if tied:
         meta[TIED] = tied
-    if (text := adapter_text(getattr(module, "model", None))) is not None:
+    if (text := serialize_lora_config(getattr(module, "model", None))) is not None:
         meta[ADAPTER] = text
     state: dict[str, Any] = {MODEL: {name: value for name, value in checkpoint[MODEL].items() if name not in tied}}
     if OPTIMIZERS in checkpoint:
@@ -80,10 +80,12 @@ def save_stage_checkpoint(
         )
         groups = []
         for number, (names, packed) in enumerate(zip(names_by_optimizer, checkpoint[OPTIMIZERS], strict=True)):
-            state[optimizer_part(number)] = {"state": {names[index]: value for index, value in packed["state"].items()}}
+            state[get_optimizer_checkpoint_key(number)] = {
+                "state": {names[index]: value for index, value in packed["state"].items()}
+            }
             groups.append([replace_numbers_by_names(group, names) for group in packed["param_groups"]])
         meta[OPTIMIZERS] = [
-            {"param_groups": merge_groups(ranks, order)}
+            {"param_groups": merge_param_groups_of_ranks(ranks, order)}
             for ranks in zip(*all_gather_objects(groups, dist.group.WORLD), strict=True)
         ]
     write(path, state, meta)
@@ -100,11 +102,11 @@ def load_stage_checkpoint(
     """Read the stages of this rank from the folder *path*. Every rank must call this."""
     failed = f"the checkpoint {str(path)!r} cannot be read"
 
-    def read() -> tuple[Folder, Any, dict[str, Any]]:
-        opened = resolve_folder(parse_local_or_remote_path(path))
+    def read_metadata_and_extra_state() -> tuple[Folder, Any, dict[str, Any]]:
+        opened = follow_checkpoint_marker(parse_local_or_remote_path(path))
         return opened, read_metadata(opened, (MODEL,), KIND), read_extra_state(opened, weights_only)
 
-    folder, saved, meta = run_on_all_ranks(read, failed, dist.group.WORLD)
+    folder, saved, meta = run_on_all_ranks(read_metadata_and_extra_state, failed, dist.group.WORLD)
     for key in (TIED, ADAPTER):
         meta.pop(key, None)
     stored = meta.pop(OPTIMIZERS, None)
@@ -117,7 +119,7 @@ def load_stage_checkpoint(
     ranks = all_gather_objects(
         [*state[MODEL], *(name for names in names_by_optimizer for name in names)], dist.group.WORLD
     )
-    own_names = ModuleNames(name for names in ranks for name in names)
+    own_names = CompiledNameMap(name for names in ranks for name in names)
     saved = own_names.rename_metadata(saved)
     groups = [
         [{**group, "params": [own_names(name) for name in group["params"]]} for group in of_optimizer]
@@ -128,12 +130,16 @@ def load_stage_checkpoint(
         raise SetupError(f"The checkpoint {str(path)!r} does not fit the module: {'; '.join(problems)}. {_FIX}.")
     parameters = dict(module.named_parameters())
     for number, names in enumerate(names_by_optimizer):
-        states = _allocate_states(saved, optimizer_part(number), {name: parameters[name] for name in names})
-        state[optimizer_part(number)] = {"state": states}
+        states = _allocate_states(
+            saved, get_optimizer_checkpoint_key(number), {name: parameters[name] for name in names}
+        )
+        state[get_optimizer_checkpoint_key(number)] = {"state": states}
     load_in_place(folder, saved, state, strict=strict, weights_only=weights_only, fix=_FIX)
     if with_states:
         meta[OPTIMIZERS] = [
-            pack_state(optimizer, names, of_optimizer, state[optimizer_part(number)]["state"])
+            make_optimizer_state_dict(
+                optimizer, names, of_optimizer, state[get_optimizer_checkpoint_key(number)]["state"]
+            )
             for number, (optimizer, names, of_optimizer) in enumerate(
                 zip(trained, names_by_optimizer, groups, strict=True)
             )
@@ -147,11 +153,13 @@ def _allocate_states(saved: dcp.Metadata, part: str, parameters: Mapping[str, Te
     for key, path in (saved.planner_data or {}).items():
         if path[:2] == (part, "state") and len(path) > 3 and path[2] in parameters:
             like = parameters[path[2]]
-            set_element(states, path[2:], allocate_target(saved.state_dict_metadata[key], partial(_empty, like)))
+            set_element(
+                states, path[2:], allocate_target(saved.state_dict_metadata[key], partial(_allocate_state_tensor, like))
+            )
     return states
 
 
-def _empty(like: Tensor, size: torch.Size, dtype: torch.dtype) -> Tensor:
+def _allocate_state_tensor(like: Tensor, size: torch.Size, dtype: torch.dtype) -> Tensor:
     if like.size() == size:
         return torch.empty_like(like, dtype=dtype, requires_grad=False)
     return torch.empty(size, dtype=dtype)

@@ -20,7 +20,7 @@ from lightning.pytorch.plugins import Precision
 
 from lightning_pipe.engine import InputError, PipelineError, SetupError
 from lightning_pipe.engine.observe.timeline import Bar
-from lightning_pipe.engine.planning.plan_choice import choose_plan, interquartile_mean, select_survivors
+from lightning_pipe.engine.planning.plan_choice import choose_measured_plan, interquartile_mean, select_survivors
 from lightning_pipe.engine.ranks.object_collectives import all_gather_objects, run_on_all_ranks, run_on_rank
 from lightning_pipe.llm.batches.microbatches import split_batch
 from lightning_pipe.llm.batches.padding import pad_microbatch
@@ -29,30 +29,33 @@ from lightning_pipe.llm.choice.schedule_choice import (
     Measurements,
     ScheduleCandidate,
     SchedulePrediction,
-    calibrate,
+    fit_calibration_to_real_steps,
     list_candidates,
     merge_measurements_by_median,
     microbatch_counts,
     predict_schedule,
     select_finalists,
 )
-from lightning_pipe.llm.measure.layer_bench import PieceResults
+from lightning_pipe.llm.measure.layer_bench import ModelPieceResults
 from lightning_pipe.llm.measure.layer_profile import Footprint, LayerWork, measure_footprints, measure_layer_times
 from lightning_pipe.llm.measure.links import measure_links, median_links
 from lightning_pipe.llm.measure.rank_memory import ShardCounts
-from lightning_pipe.llm.model.derived_config import derive_config
-from lightning_pipe.llm.model.module_config import ModuleConfig
+from lightning_pipe.llm.model.derived_config import derive_pp_module_config
+from lightning_pipe.llm.model.module_config import PPModuleConfig
 from lightning_pipe.llm.run.stage_parts import (
-    StageParts,
-    StagePartsBuilder,
+    LLMPipelineComponents,
+    LLMPipelineComponentsBuilder,
+    LLMPipelineSettings,
     StagePlan,
-    StageSettings,
     make_example_factory,
 )
 from lightning_pipe.llm.schedules.checks import splits_backward
 from lightning_pipe.llm.schedules.specs import ScheduleSpec
-from lightning_pipe.loops.programs.user_errors import note_lost_rank
-from lightning_pipe.strategies.language_model.optimizer_bytes import optimizer_bytes, sum_by_model_piece
+from lightning_pipe.loops.programs.user_errors import add_lost_rank_note
+from lightning_pipe.strategies.language_model.optimizer_bytes import (
+    compute_optimizer_bytes_per_piece,
+    sum_by_model_piece,
+)
 from lightning_pipe.strategies.language_model.pipeline_module import PipelineModule
 
 T = TypeVar("T")
@@ -82,7 +85,7 @@ class StageChoice:
 class StageChooser:
     """Chooses plans for modules. Every rank must call :meth:`choose` for the same modules."""
 
-    maker: StagePartsBuilder
+    maker: LLMPipelineComponentsBuilder
     is_schedule_supported: Callable[[ScheduleSpec], bool]
     plan_of: Callable[[ScheduleCandidate], StagePlan]
     num_microbatches: int | None
@@ -93,16 +96,16 @@ class StageChooser:
         """Return the fastest plan for a module, with its alternatives."""
         group, size = self.maker.numbers_group, self.maker.meshes.dimensions.pp
         config = run_on_all_ranks(
-            lambda: get_or_derive_config(module), "the layers of the model cannot be determined", group
+            lambda: get_or_derive_module_config(module), "the layers of the model cannot be determined", group
         )
         local_batch = run_on_all_ranks(batch, "no batch is available for measurements", group)
         shared_batch = run_on_rank(lambda: local_batch, "the first rank could not send its batch", group)
         counts = _microbatch_counts_of(shared_batch, size, self.num_microbatches)
-        measured, notes = self._measure(module, config, shared_batch, counts)
+        measured, notes = self._measure_layers(module, config, shared_batch, counts)
         limits = [rank_limit for rank_limit in all_gather_objects(self._limit(), group) if rank_limit is not None]
         limit = min(limits, default=None)
 
-        def simulated(calibrated: Calibration | None) -> tuple[list[SchedulePrediction], int]:
+        def simulate_candidates(calibrated: Calibration | None) -> tuple[list[SchedulePrediction], int]:
             listed = list_candidates(
                 config, size, measured, by_memory=limit is not None, allowed=self.is_schedule_supported
             )
@@ -110,17 +113,17 @@ class StageChooser:
             return _filter_by_memory(results, limit, counts), len(results)
 
         failed = "the first rank could not simulate schedules"
-        predictions, number = run_on_rank(lambda: simulated(None), failed, group)
+        predictions, number = run_on_rank(lambda: simulate_candidates(None), failed, group)
         too_large = number - len(predictions)
         if self.trials:
-            trials = StageTrials(module, self.maker, shared_batch, self.plan_of)
+            trials = ScheduleTrialRunner(module, self.maker, shared_batch, self.plan_of)
             runs = [
                 run
                 for prediction in _calibration_candidates(predictions)
-                if (run := trials.run_recorded(prediction.candidate)) is not None
+                if (run := trials.run_with_recorded_events(prediction.candidate)) is not None
             ]
-            calibration = calibrate(runs, size, measured)
-            predictions, _ = run_on_rank(lambda: simulated(calibration), failed, group)
+            calibration = fit_calibration_to_real_steps(runs, size, measured)
+            predictions, _ = run_on_rank(lambda: simulate_candidates(calibration), failed, group)
             predictions = trials.run_finalists(predictions, self.trials)
             notes += trials.failed
         ran = {
@@ -128,7 +131,7 @@ class StageChooser:
             for prediction in predictions
             if prediction.measured_round_seconds
         }
-        best = choose_plan(ran, ran) if ran else predictions[0].candidate
+        best = choose_measured_plan(ran, ran) if ran else predictions[0].candidate
         chosen = next(prediction for prediction in predictions if prediction.candidate == best)
         return StageChoice(chosen, tuple(predictions), too_large, limit, tuple(notes))
 
@@ -139,14 +142,16 @@ class StageChooser:
         free: int = torch.cuda.mem_get_info(self.maker.device)[0]
         return free
 
-    def _measure(
-        self, module: PipelineModule, config: ModuleConfig, batch: Any, counts: Sequence[int]
+    def _measure_layers(
+        self, module: PipelineModule, config: PPModuleConfig, batch: Any, counts: Sequence[int]
     ) -> tuple[Measurements, list[str]]:
         """Measure on all ranks at the same time, since they also compute at the same time in training."""
         group, device, settings = self.maker.numbers_group, self.maker.device, self.maker.settings
 
         def measure_rank() -> tuple[
-            dict[int, PieceResults[LayerWork]], dict[int, PieceResults[Footprint]], tuple[PieceResults[int], list[str]]
+            dict[int, ModelPieceResults[LayerWork]],
+            dict[int, ModelPieceResults[Footprint]],
+            tuple[ModelPieceResults[int], list[str]],
         ]:
             cut = {count: make_padded_microbatches(module, batch, count, settings)[0] for count in counts}
             arguments = module, config, settings, module.trainer.precision_plugin
@@ -188,13 +193,13 @@ class Trial:
     recorded_step_seconds: float = 0.0
 
 
-class StageTrials:
+class ScheduleTrialRunner:
     """Runs real steps of candidates, with placeholder values of the model. A candidate that fails is not run again."""
 
     def __init__(
         self,
         module: PipelineModule,
-        maker: StagePartsBuilder,
+        maker: LLMPipelineComponentsBuilder,
         batch: Any,
         plan_of: Callable[[ScheduleCandidate], StagePlan],
     ) -> None:
@@ -205,8 +210,10 @@ class StageTrials:
         self._failed_candidates: set[ScheduleCandidate] = set()
         self.failed: list[str] = []
 
-    def run_recorded(self, candidate: ScheduleCandidate) -> tuple[ScheduleCandidate, Sequence[Any], float] | None:
-        """Return a recorded trial as :func:`calibrate` takes it; None if the candidate failed."""
+    def run_with_recorded_events(
+        self, candidate: ScheduleCandidate
+    ) -> tuple[ScheduleCandidate, Sequence[Any], float] | None:
+        """Return a recorded trial to calibrate predictions with; None if the candidate failed."""
         trial = self._try(candidate, record=True)
         return None if trial is None else (candidate, trial.events, trial.recorded_step_seconds)
 
@@ -217,7 +224,7 @@ class StageTrials:
         while not seconds and (
             remaining := [prediction for prediction in remaining if prediction.candidate not in self._failed_candidates]
         ):
-            seconds = self._times(select_finalists(remaining, most))
+            seconds = self._time_candidates(select_finalists(remaining, most))
         if not seconds:
             raise SetupError(
                 f"None of {len(predictions)} candidate schedules could be run: {'; '.join(self.failed)}. Fix the errors"
@@ -229,7 +236,7 @@ class StageTrials:
             if prediction.candidate not in self._failed_candidates
         ]
 
-    def _times(self, candidates: Sequence[SchedulePrediction]) -> dict[ScheduleCandidate, list[float]]:
+    def _time_candidates(self, candidates: Sequence[SchedulePrediction]) -> dict[ScheduleCandidate, list[float]]:
         """Run candidates in turns while they can still be the fastest, and return the seconds of those that ran."""
         seconds = {prediction.candidate: list[float]() for prediction in candidates}
         remaining = list(seconds)
@@ -257,7 +264,7 @@ class StageTrials:
                 f"A rank failed in the middle of a trial step of schedule {candidate.spec.name}. Set memory_limit"
                 " to less than the free memory, or trials=0 to choose by simulation only."
             )
-            note_lost_rank(error, dist.get_world_size())
+            add_lost_rank_note(error, dist.get_world_size())
             raise
 
     def run(self, plan: StagePlan, *, record: bool = False) -> Trial:
@@ -282,19 +289,19 @@ class StageTrials:
             parts = local_stages = None  # release the memory before the next candidate is built
             gc.collect()
 
-    def _measure(self, parts: StageParts, record: bool) -> Trial:
-        (first,) = self._longest([self._step(parts)])  # warm-up: builds the schedule and allocates memory
+    def _measure(self, parts: LLMPipelineComponents, record: bool) -> Trial:
+        (first,) = self._reduce_max_over_ranks([self._step(parts)])  # warm-up: builds the schedule and allocates memory
         steps = min(max(math.ceil(_SECONDS / first), _LEAST), _MOST)
-        seconds = self._longest([self._step(parts) for _ in range(steps)])
+        seconds = self._reduce_max_over_ranks([self._step(parts) for _ in range(steps)])
         if not record:
             return Trial(seconds)
         parts.runner.record_events = True
-        (recorded,) = self._longest([self._step(parts)])
+        (recorded,) = self._reduce_max_over_ranks([self._step(parts)])
         noted = all_gather_objects(list(parts.runner.events), self._maker.numbers_group)
         pipeline = self._maker.meshes.root.mesh.reshape(parts.plan.pipeline_size, -1)[:, 0].tolist()
         return Trial(seconds, tuple(noted[rank] for rank in pipeline), recorded)
 
-    def _step(self, parts: StageParts) -> float:
+    def _step(self, parts: LLMPipelineComponents) -> float:
         for parameter in parts.split.local_model.parameters():
             parameter.grad = None
         prepared = parts.preparation.begin(self._batch)
@@ -305,16 +312,16 @@ class StageTrials:
             torch.accelerator.synchronize(self._maker.device)
         return time.perf_counter() - begin
 
-    def _longest(self, seconds: Sequence[float]) -> tuple[float, ...]:
+    def _reduce_max_over_ranks(self, seconds: Sequence[float]) -> tuple[float, ...]:
         return tuple(map(max, zip(*all_gather_objects(seconds, self._maker.numbers_group), strict=True)))
 
 
-def get_or_derive_config(module: PipelineModule) -> ModuleConfig:
-    """Return the layer names of the module's model: its ``pipeline_config``, or one derived from its structure."""
+def get_or_derive_module_config(module: PipelineModule) -> PPModuleConfig:
+    """Return the names of the module's layers: its ``pipeline_module_config``, or names derived from its structure."""
     assert module.model is not None
-    config = module.pipeline_config()
+    config = module.pipeline_module_config()
     if config is None:
-        return derive_config(module.model)
+        return derive_pp_module_config(module.model)
     config.check(module.model)
     return config
 
@@ -335,7 +342,7 @@ def _microbatch_counts_of(batch: Any, pp_size: int, requested: int | None) -> li
 
 
 def make_padded_microbatches(
-    module: PipelineModule, batch: Any, count: int, settings: StageSettings
+    module: PipelineModule, batch: Any, count: int, settings: LLMPipelineSettings
 ) -> list[dict[str, Any]]:
     """Cut a batch into micro-batches, padded to one length as in training."""
     keys = settings.batching.padding_spec(module.ignore_index)
@@ -347,14 +354,14 @@ def make_padded_microbatches(
 
 
 def measure_pieces(
-    measure: Callable[..., PieceResults[T]],
+    measure: Callable[..., ModelPieceResults[T]],
     module: PipelineModule,
-    config: ModuleConfig,
-    settings: StageSettings,
+    config: PPModuleConfig,
+    settings: LLMPipelineSettings,
     precision: Precision,
     item: Mapping[str, Any],
     **options: Any,
-) -> PieceResults[T]:
+) -> ModelPieceResults[T]:
     """Result of ``measure_layer_times`` or ``measure_footprints`` for each piece of the model and a micro-batch."""
     make = make_example_factory(module, 1, item)
     assert make is not None and module.model is not None
@@ -366,23 +373,23 @@ def measure_pieces(
             example.args,
             example.kwargs,
             example.loss_fn,
-            prepare=lambda stage: settings.parallelism.apply_activation_checkpoint(stage, config.layers),
+            prepare=lambda stage: settings.parallelism.apply_activation_checkpoint(stage, config.layer_fqns),
             varies=settings.parallelism.is_checkpointed,
             **options,
         )
 
 
 def estimate_optimizer_bytes(
-    module: PipelineModule, config: ModuleConfig, offload: bool
-) -> tuple[PieceResults[int], list[str]]:
+    module: PipelineModule, config: PPModuleConfig, offload: bool
+) -> tuple[ModelPieceResults[int], list[str]]:
     """Return the bytes of optimizer states on the device for each piece of the model, and remarks about them.
 
     If ``configure_optimizers`` fails with small parameters, the states are assumed to be those of Adam.
     """
     if offload:
-        return PieceResults(0, 0, (0,) * config.num_layers, 0), []
+        return ModelPieceResults(0, 0, (0,) * config.num_layers, 0), []
     try:
-        return optimizer_bytes(module, config), []
+        return compute_optimizer_bytes_per_piece(module, config), []
     except Exception as error:  # user code, called with a model that it may not expect
         assert module.model is not None
         sizes = {
@@ -396,7 +403,7 @@ def estimate_optimizer_bytes(
         ]
 
 
-def get_stage_shard_counts(settings: StageSettings, module: PipelineModule) -> ShardCounts:
+def get_stage_shard_counts(settings: LLMPipelineSettings, module: PipelineModule) -> ShardCounts:
     """Return the numbers of ranks that share the parameters and activations of a stage of the module's model."""
     assert module.model is not None
     sizes = settings.sizes

@@ -19,20 +19,20 @@ from lightning_pipe.llm.choice.schedule_choice import (
     layer_counts,
     predict_schedule,
 )
-from lightning_pipe.llm.measure.layer_bench import PieceResults
-from lightning_pipe.llm.measure.layer_costs import CostUnit, memory_costs, time_costs
+from lightning_pipe.llm.measure.layer_bench import ModelPieceResults
+from lightning_pipe.llm.measure.layer_costs import CostUnit, compute_memory_costs, compute_time_costs
 from lightning_pipe.llm.measure.layer_profile import Footprint, LayerWork, measure_footprints
 from lightning_pipe.llm.measure.rank_memory import ShardCounts
-from lightning_pipe.llm.model.hf_weights import weights_loaded_later
+from lightning_pipe.llm.model.hf_weights import deferred_weight_loading
 from lightning_pipe.llm.model.meta_tensors import parameters_on_meta
-from lightning_pipe.llm.model.module_config import ModuleConfig
+from lightning_pipe.llm.model.module_config import PPModuleConfig
 from lightning_pipe.llm.schedules.checks import check_microbatches
 from lightning_pipe.llm.schedules.specs import SCHEDULES, count_stages_per_rank
 from lightning_pipe.llm.split.stage_fqns import split_by_options, split_evenly
 from lightning_pipe.strategies.language_model.pipeline_module import PipelineModule
 from lightning_pipe.strategies.language_model.stage_choice import (
     estimate_optimizer_bytes,
-    get_or_derive_config,
+    get_or_derive_module_config,
     get_stage_shard_counts,
     make_padded_microbatches,
     measure_pieces,
@@ -41,7 +41,7 @@ from lightning_pipe.strategies.language_model.strategy import LLMPipelineStrateg
 
 
 @dataclass(frozen=True)
-class UnsupportedSchedule:
+class UnsupportedScheduleReason:
     """A schedule that cannot be used."""
 
     schedule: str
@@ -53,7 +53,7 @@ class StageEstimate:
     """Estimate for a configuration."""
 
     configured: SchedulePrediction
-    other_schedules: tuple[SchedulePrediction | UnsupportedSchedule, ...]
+    other_schedules: tuple[SchedulePrediction | UnsupportedScheduleReason, ...]
     rows: int
     length: int
     notes: tuple[str, ...]
@@ -89,20 +89,20 @@ def estimate_stages(
     plan = settings.plan
     check_microbatches(plan.spec, plan.num_microbatches, plan.pipeline_size, plan.stages_per_rank)
     if module.model is None:
-        with precision.module_init_context(), parameters_on_meta(), weights_loaded_later():
+        with precision.module_init_context(), parameters_on_meta(), deferred_weight_loading():
             module.configure_model()
-    config, sharing = get_or_derive_config(module), get_stage_shard_counts(settings, module)
+    config, sharing = get_or_derive_module_config(module), get_stage_shard_counts(settings, module)
     item = make_padded_microbatches(module, batch, plan.num_microbatches, settings)[0]
     footprints = measure_pieces(measure_footprints, module, config, settings, precision, item)
     states, notes = estimate_optimizer_bytes(module, config, settings.offload)
 
-    def costs(unit: CostUnit) -> PieceResults[float]:
+    def compute_piece_costs(unit: CostUnit) -> ModelPieceResults[float]:
         """Costs for splitting as the strategy does, with numbers of operations instead of seconds."""
         if unit == "memory":
-            return memory_costs(footprints, states, plan.num_microbatches)
-        return time_costs(convert_flops_to_work(footprints))
+            return compute_memory_costs(footprints, states, plan.num_microbatches)
+        return compute_time_costs(convert_flops_to_work(footprints))
 
-    layers = layer_counts(config, split_by_options(config, plan.num_stages, plan.split, costs))
+    layers = layer_counts(config, split_by_options(config, plan.num_stages, plan.split, compute_piece_costs))
     candidate = ScheduleCandidate(plan.spec, plan.stages_per_rank, plan.num_microbatches, layers)
     size = plan.pipeline_size
     if settings.sizes.ep > 1:
@@ -112,20 +112,24 @@ def estimate_stages(
     )
     rows, length = next(iter(item.values())).shape[:2]
     return StageEstimate(
-        estimate_schedule(candidate, size, footprints, states, sharing), tuple(comparison), rows, length, tuple(notes)
+        estimate_schedule_memory_and_bubble(candidate, size, footprints, states, sharing),
+        tuple(comparison),
+        rows,
+        length,
+        tuple(notes),
     )
 
 
-def convert_flops_to_work(footprints: PieceResults[Footprint]) -> PieceResults[LayerWork]:
+def convert_flops_to_work(footprints: ModelPieceResults[Footprint]) -> ModelPieceResults[LayerWork]:
     """Floating-point operations of each piece, used instead of seconds."""
-    return PieceResults.map(lambda footprint: footprint.operations, footprints)
+    return ModelPieceResults.map(lambda footprint: footprint.operations, footprints)
 
 
-def estimate_schedule(
+def estimate_schedule_memory_and_bubble(
     candidate: ScheduleCandidate,
     pp_size: int,
-    footprints: PieceResults[Footprint],
-    optimizer_bytes: PieceResults[int],
+    footprints: ModelPieceResults[Footprint],
+    optimizer_bytes: ModelPieceResults[int],
     sharing: ShardCounts | None = None,
 ) -> SchedulePrediction:
     """Estimate the memory of each rank, and the bubble for ranks of equal speed and messages that take no time."""
@@ -140,23 +144,25 @@ def estimate_schedule(
 
 
 def compare_schedules(
-    config: ModuleConfig,
+    config: PPModuleConfig,
     pp_size: int,
     num_microbatches: int,
-    footprints: PieceResults[Footprint],
-    optimizer_bytes: PieceResults[int],
+    footprints: ModelPieceResults[Footprint],
+    optimizer_bytes: ModelPieceResults[int],
     sharing: ShardCounts | None = None,
-) -> list[SchedulePrediction | UnsupportedSchedule]:
+) -> list[SchedulePrediction | UnsupportedScheduleReason]:
     """Estimate all of PyTorch's schedules, each with its default number of stages and layers split evenly."""
-    results: list[SchedulePrediction | UnsupportedSchedule] = []
+    results: list[SchedulePrediction | UnsupportedScheduleReason] = []
     for spec in SCHEDULES.values():
         try:
             per_rank = count_stages_per_rank(spec, pp_size)
             check_microbatches(spec, num_microbatches, pp_size, per_rank)
             layers = layer_counts(config, split_evenly(config, pp_size * per_rank))
         except SetupError as error:
-            results.append(UnsupportedSchedule(spec.name, str(error)))
+            results.append(UnsupportedScheduleReason(spec.name, str(error)))
         else:
             candidate = ScheduleCandidate(spec, per_rank, num_microbatches, layers)
-            results.append(estimate_schedule(candidate, pp_size, footprints, optimizer_bytes, sharing))
+            results.append(
+                estimate_schedule_memory_and_bubble(candidate, pp_size, footprints, optimizer_bytes, sharing)
+            )
     return results

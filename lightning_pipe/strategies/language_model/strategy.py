@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from lightning_pipe._compat.fast_hooks import call_callback_hooks, call_module_hook
 from lightning_pipe._compat.lightning import disable_distributed_sampler, is_accumulating, optimizers_to_device
 from lightning_pipe._compat.torch import allow_empty_optimizers
-from lightning_pipe._compat.zero_grad_first import ZeroGradFirst
+from lightning_pipe._compat.zero_grad_first import ZeroGradFirstOptimization
 from lightning_pipe.engine import InputError, SetupError, SWPipeline
 from lightning_pipe.engine.ranks.agreement import check_agreement
 from lightning_pipe.llm.batches.options import Batching
@@ -33,11 +33,16 @@ from lightning_pipe.llm.parallel.parallel_dims import ParallelDims
 from lightning_pipe.llm.run.optimizer_checks import check_not_fused, check_optimizers_for_sharding
 from lightning_pipe.llm.run.optimizer_offload import OptimizerStateOffload
 from lightning_pipe.llm.run.options import LLMOptions, option_pairs
-from lightning_pipe.llm.run.preparation import PreparedBatch
+from lightning_pipe.llm.run.preparation import BatchInPreparation
 from lightning_pipe.llm.run.recorder import StageRecorder
 from lightning_pipe.llm.run.schedule_runner import ScheduleRunner
 from lightning_pipe.llm.run.stage_hooks import BatchResult
-from lightning_pipe.llm.run.stage_parts import StageParts, StagePartsBuilder, StagePlan, StageSettings
+from lightning_pipe.llm.run.stage_parts import (
+    LLMPipelineComponents,
+    LLMPipelineComponentsBuilder,
+    LLMPipelineSettings,
+    StagePlan,
+)
 from lightning_pipe.llm.run.training_tasks import llm_evaluation_plan, llm_plan
 from lightning_pipe.llm.schedules.checks import check_microbatches, splits_backward
 from lightning_pipe.llm.schedules.specs import ScheduleSpec
@@ -120,7 +125,7 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
         groups |= {"activation_checkpoint": activation_checkpoint, "compile_layers": compile_layers}
         options = LLMOptions(schedule, num_microbatches, stages_per_rank, **groups, offload_optimizer=offload_optimizer)
         super().__init__(async_checkpoints=async_checkpoints, **arguments)
-        self._take_uneven(uneven_batches, uneven_evaluation)
+        self._set_uneven_policies(uneven_batches, uneven_evaluation)
         self._options = options
         compared: dict[str, Any] = {"uneven_batches": uneven_batches, "uneven_evaluation": uneven_evaluation}
         compared["async_checkpoints"] = async_checkpoints
@@ -128,15 +133,15 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
             *option_pairs("", options),
             *((name, repr(value)) for name, value in compared.items()),
         ]
-        self._maker: StagePartsBuilder | None = None
-        self._parts_by_model: dict[int, StageParts] = {}
-        self._parts: StageParts | None = None
+        self._maker: LLMPipelineComponentsBuilder | None = None
+        self._parts_by_model: dict[int, LLMPipelineComponents] = {}
+        self._parts: LLMPipelineComponents | None = None
         self._weights: PretrainedWeights | None = None
         self._restore_buffers: Callable[[], None] | None = None
         self._offloaded: list[OptimizerStateOffload] = []
         self._program: TrainingProgram | None = None
         self._evaluations: list[EvaluationProgram] = []
-        self._prepared_batch: PreparedBatch | None = None
+        self._prepared_batch: BatchInPreparation | None = None
 
     # ------------------------------------------------------------------ set-up
 
@@ -146,18 +151,18 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
         check_agreement(self._compared_options, "pipeline's configuration", dist.group.WORLD, error_class=SetupError)
         settings = self.settings(self.world_size)
         self._check_plan(settings.plan, settings.sizes)
-        self._maker = StagePartsBuilder.from_settings(
+        self._maker = LLMPipelineComponentsBuilder.from_settings(
             settings, self.root_device, get_grad_scaler(self.precision_plugin)
         )
 
-    def settings(self, world_size: int) -> StageSettings:
+    def settings(self, world_size: int) -> LLMPipelineSettings:
         """Settings of the strategy on *world_size* ranks."""
         sizes = self._options.parallel.resolve(world_size)
-        return self._options.settings(self._default_plan(sizes), sizes)
+        return self._options.build_llm_pipeline_settings(self._default_plan(sizes), sizes)
 
     def _default_plan(self, sizes: ParallelDims) -> StagePlan:
         """Default plan for cutting and scheduling models, which does not depend on the model."""
-        return self._options.plan(sizes)
+        return self._options.build_stage_plan(sizes)
 
     def _check_plan(self, plan: StagePlan, sizes: ParallelDims) -> None:
         """Refuse plans that would hang or train on wrong gradients, and set compiler options that the plan requires."""
@@ -181,7 +186,7 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
         """Split the module unless this was done before. A trainer can run several modules in turn."""
         parts = self._parts_by_model.get(id(module.model))
         if parts is None:
-            self._parts_maker.check(module)
+            self._parts_maker.check_module(module)
             if self.precision_plugin.precision == "16-true":
                 raise SetupError(
                     "The trainer's precision is '16-true', with which gradients of summed losses overflow without a"
@@ -218,14 +223,14 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
         module._run_in_stages, module._predict_in_stages = self._run_batch, self._predict
         install_loops(trainer)
         if fitting:
-            ZeroGradFirst.install(trainer, self._stage_parts.runs.begin_step)
+            ZeroGradFirstOptimization.install(trainer, self._stage_parts.runs.discard_unfinished_step_tokens)
             with allow_empty_optimizers():
                 self.setup_optimizers(trainer)
             check_optimizers_for_sharding(self.optimizers, self._parts_maker.settings.sizes)
             if self._stage_parts.scaling is not None:
                 check_not_fused(self.optimizers)
-                self._stage_parts.scaling.install()
-            self._stage_parts.gradients.check_tied_groups(self.optimizers)
+                self._stage_parts.scaling.patch_scaler()
+            self._stage_parts.gradients.check_tied_param_groups(self.optimizers)
             # The plugin's method would clip each stage by its own norm instead of the norm of the whole model.
             self.precision_plugin.clip_grad_by_norm = self._stage_parts.gradients.clip_grad_norm  # type: ignore[assignment, method-assign]
         self.setup_precision_plugin()
@@ -242,7 +247,7 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
         return self._parts_maker.meshes.root
 
     @property
-    def _parts_maker(self) -> StagePartsBuilder:
+    def _parts_maker(self) -> LLMPipelineComponentsBuilder:
         if self._maker is None:
             raise SetupError("The device mesh does not exist yet. Use it after the trainer has set up the strategy.")
         return self._maker
@@ -288,14 +293,14 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
         return self.plan.stages_per_rank
 
     @property
-    def _stage_parts(self) -> StageParts:
+    def _stage_parts(self) -> LLMPipelineComponents:
         if self._parts is None:
             raise SetupError("The stages do not exist yet. Use them after the trainer has set up the strategy.")
         return self._parts
 
     def print_stages(self) -> None:
         """Print what each rank holds (modules, parameters, bytes), on the first rank. Every rank must call this."""
-        self._stage_parts.describe()
+        self._stage_parts.print_stages()
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
@@ -326,7 +331,7 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
         return self._parts_maker.meshes.same_batch
 
     @property
-    def ranks_share_data(self) -> bool:  # type: ignore[override]
+    def all_ranks_share_data(self) -> bool:  # type: ignore[override]
         """True if all ranks belong to one pipeline, which reads one stream of batches."""
         return len(self._parts_maker.meshes.same_batch) == 1
 
@@ -334,7 +339,7 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
 
     def training_program(self, trainer: pl.Trainer, transfer: Callable[[Any], Any]) -> TrainingProgram:
         """Build the tasks and the plan. The training loop calls this method when training begins."""
-        plan = llm_plan(transfer, self._stage_parts.preparation.begin, self._receive_prepared)
+        plan = llm_plan(transfer, self._stage_parts.preparation.begin, self._store_prepared_batch)
         self._program = TrainingProgram(
             SWPipeline(plan, self.root_device),
             transfer="H2D",
@@ -354,10 +359,10 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
     @property
     def pipeline(self) -> SWPipeline:
         """Pipeline of tasks that is running. Available while ``Trainer.fit`` runs."""
-        return self._training.pipeline
+        return self._active_training_program.pipeline
 
     @property
-    def _training(self) -> TrainingProgram:
+    def _active_training_program(self) -> TrainingProgram:
         if self._program is None:
             raise SetupError("The training pipeline does not exist yet. Use it after Trainer.fit has begun training.")
         return self._program
@@ -372,26 +377,26 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
     def _predict(self, batch: Any) -> Any:
         return self._stage_parts.runs.predict(batch, self._pop_prepared("predict", batch))
 
-    def _receive_prepared(self, prepared: PreparedBatch | None) -> None:
+    def _store_prepared_batch(self, prepared: BatchInPreparation | None) -> None:
         self._prepared_batch = prepared
 
-    def _pop_prepared(self, step: str, batch: Any) -> PreparedBatch | None:
+    def _pop_prepared(self, step: str, batch: Any) -> BatchInPreparation | None:
         if self._coordinator is None:
             evaluated = next((program.current for program in self._evaluations if program.current is not None), None)
             if evaluated is not None:  # this method runs on behalf of the task ScheduleForward
-                return cast("PreparedBatch | None", evaluated.pop("prepared"))
+                return cast("BatchInPreparation | None", evaluated.pop("prepared"))
             handed_over, self._prepared_batch = self._prepared_batch, None
             return handed_over
         self._coordinator.announce_collective(step, move_data_to_device(batch, torch.device("cpu")))
         return None
 
-    def join_evaluation(self, action: str, payload: Any) -> None:
+    def join_announced_collective(self, action: str, payload: Any) -> None:
         """Run a batch of another pipeline without counting it.
 
         The stages of the other pipeline may gather parameters from this rank.
         """
         if action not in ("run", "predict"):
-            super().join_evaluation(action, payload)
+            super().join_announced_collective(action, payload)
             return
         with self.precision_plugin.forward_context():
             self._stage_parts.runs.run_uncounted(
@@ -402,8 +407,8 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         step = super().training_step
-        ctx = self._training.set_training_step(lambda: step(*args, **kwargs))
-        self._training.pipeline.run_until(self._training.forward)
+        ctx = self._active_training_program.set_training_step(lambda: step(*args, **kwargs))
+        self._active_training_program.pipeline.run_until(self._active_training_program.forward)
         return ctx.output
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Any:
@@ -423,7 +428,7 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
         loss = closure_loss.detach()
         call_callback_hooks(module.trainer, "on_before_backward", loss)
         call_module_hook(module.trainer, "on_before_backward", loss)
-        self._training.run_backward(self._divide_by_tokens)
+        self._active_training_program.run_backward(self._divide_by_tokens)
         call_callback_hooks(module.trainer, "on_after_backward")
         call_module_hook(module.trainer, "on_after_backward")
         self.post_backward(loss)
@@ -437,7 +442,7 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
             self._stage_parts.runs.divide_gradients(list(module.parameters()))
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        program = self._training
+        program = self._active_training_program
 
         def closure_and_open_step() -> Any:
             result = closure()
@@ -446,11 +451,11 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
                     "training_step returned None to skip a batch whose gradients have already been computed. Return the"
                     " loss, or return -1 from on_train_batch_start to end the epoch before the batch."
                 )
-            program.begin_step()
+            program.begin_step_task()
             return result
 
         output = super().optimizer_step(optimizer, closure_and_open_step, model, **kwargs)
-        program.end_step()
+        program.end_step_task()
         return output
 
     # ------------------------------------------------------------------ checkpoints
@@ -469,7 +474,7 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
         assert module is not None
         fitting = module.trainer.state.fn == TrainerFn.FITTING
         optimizers = self.optimizers if fitting else None
-        strict, weights_only = module.strict_loading, self._allowed(weights_only)
+        strict, weights_only = module.strict_loading, self._resolve_weights_only(weights_only)
         return load_stage_checkpoint(checkpoint_path, module, optimizers, strict=strict, weights_only=weights_only)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -495,7 +500,7 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
         if self._parts is not None and self._parts.scaling is not None:
             self._parts.scaling.close()
         for state in self._offloaded:
-            state.close()
+            state.stop_offloading()
         self._offloaded = []
         if self._restore_buffers is not None:
             self._restore_buffers()

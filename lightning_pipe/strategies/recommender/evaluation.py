@@ -14,7 +14,7 @@ from lightning.pytorch.plugins import Precision
 from lightning_pipe.engine import PipelinePlan, SWPipeline
 from lightning_pipe.engine.ranks.object_collectives import run_on_all_ranks
 from lightning_pipe.loops import EvaluationProgram
-from lightning_pipe.loops.programs.default_program import default_evaluation
+from lightning_pipe.loops.programs.default_program import build_default_evaluation_program
 from lightning_pipe.loops.uneven_evaluation import UnevenBatchCoordinator
 from lightning_pipe.recsys.kernels.fused_kernels import disable_lookup_training
 from lightning_pipe.recsys.rewrite.model_rewrite import ModelRewrite
@@ -30,7 +30,7 @@ class RecsysEvaluation:
 
     def __init__(self, session: RecsysSession, precision: Precision, training: Callable[[], SWPipeline | None]) -> None:
         self._session = session
-        self._sharded = session.sharded
+        self._sharded = session.sharded_model
         self._precision = precision
         self._training = training
         self._rows_are_known = False
@@ -38,7 +38,7 @@ class RecsysEvaluation:
         # Rewrites for batches that only some ranks have, by the name of the step.
         self._turn_rewrites: dict[str, ModelRewrite] = {}
 
-    def begin(self) -> None:
+    def sync_buffers_and_replicas(self) -> None:
         """Copy rank 0's buffers to all ranks and average the replicas of tables. Every rank calls this method."""
         self.check_no_existing_rows()
         self._sharded.broadcast_buffers()
@@ -52,26 +52,26 @@ class RecsysEvaluation:
         rows_are_known, self._rows_are_known = self._rows_are_known, True
         modules = self._sharded.dynamic_rows.values()
 
-        def refuse() -> None:
+        def check_dynamic_tables_empty() -> None:
             for rows in modules:
                 rows.check_no_existing_rows()
 
         if modules and not rows_are_known:
-            run_on_all_ranks(refuse, "rows of an earlier run cannot be used", dist.group.WORLD)
+            run_on_all_ranks(check_dynamic_tables_empty, "rows of an earlier run cannot be used", dist.group.WORLD)
 
     def build(
         self, trainer: pl.Trainer, transfer: Callable[[Any], Any], step: str, plan: PipelinePlan
     ) -> EvaluationProgram:
         """Build the tasks and the plan for the batches of one dataloader. Every rank calls this method."""
         if not self._session.options.rewrite.evaluation:
-            return default_evaluation(trainer, transfer, step, ahead=0)
+            return build_default_evaluation_program(trainer, transfer, step, ahead=0)
         with self._session.suspend_training(self._training()):
             evaluation = PipelinedEvaluation(
                 self._session, step, plan, transfer=transfer, lookup_context=self._precision.forward_context
             )
 
         @contextmanager
-        def around() -> Generator[None, None, None]:
+        def suspend_training_and_attach() -> Generator[None, None, None]:
             with self._session.suspend_training(self._training()), evaluation.attached():
                 yield
 
@@ -81,7 +81,7 @@ class RecsysEvaluation:
             forward="DenseForward",
             step="DenseForward",
             trains_next_alone=lambda: evaluation.runs_next_serially,
-            evaluation_context=around,
+            evaluation_context=suspend_training_and_attach,
         )
         self.programs.append(program)
         return program
@@ -103,7 +103,7 @@ class RecsysEvaluation:
             return step()
 
     @contextmanager
-    def announce_lookups(self, coordinator: UnevenBatchCoordinator, step: str) -> Generator[None, None, None]:
+    def announce_lookups_to_ranks(self, coordinator: UnevenBatchCoordinator, step: str) -> Generator[None, None, None]:
         """Context in which lookups of the module's method *step* are announced to *coordinator*."""
         with self._session.suspend_training(self._training()):
             if step not in self._turn_rewrites:
@@ -118,9 +118,9 @@ class RecsysEvaluation:
             finally:
                 rewrite.detach()
 
-    def join(self, detail: Any) -> None:
-        """Take part with empty features in another rank's announced lookup, inside :meth:`announce_lookups`."""
-        rewrite = next(candidate for candidate in self._turn_rewrites.values() if candidate.attached)
+    def join_announced_lookup(self, detail: Any) -> None:
+        """Take part in another rank's lookup with empty features, inside :meth:`announce_lookups_to_ranks`."""
+        rewrite = next(candidate for candidate in self._turn_rewrites.values() if candidate.is_attached)
         with self._precision.forward_context():
             rewrite.run_empty_lookup(detail)
 

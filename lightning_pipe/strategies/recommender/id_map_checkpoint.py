@@ -22,10 +22,10 @@ from lightning_pipe.engine.ranks.object_collectives import run_on_all_ranks
 from lightning_pipe.recsys.modules.tables import Table
 from lightning_pipe.recsys.sharding.id_maps import IdMaps
 
-WINDOWS = "id_windows"  # part of the state that holds what TorchRec's state dicts leave out
+HISTORIES = "id_histories"  # part of the state that holds what TorchRec's state dicts leave out
 
 
-class IdMapLoader:
+class IdMapCheckpointLoader:
     """Loads the maps of a model from a checkpoint folder. Every rank calls the same methods."""
 
     def __init__(
@@ -41,17 +41,17 @@ class IdMapLoader:
         self._saved = saved
         self._weights_only = weights_only
         self._names = names
-        self._moved = maps.find_resharded(self._begins, always=names is not None)
+        self._moved = maps.find_resharded(self._read_shard_offsets, always=names is not None)
 
     def leave_out(self, state: dict[str, Any]) -> None:
         """Remove the maps that :meth:`fill` redistributes from a state to fill."""
-        for name in [name for name in state if any(id_map.owns(name) for id_map in self._moved)]:
+        for name in [name for name in state if any(id_map.has_state_dict_key(name) for id_map in self._moved)]:
             del state[name]
 
-    def fill(self, *, with_windows: bool) -> None:
-        """Fill what *leave_out* has removed, and continue the windows, after all else is loaded."""
+    def fill(self, *, with_histories: bool) -> None:
+        """Fill what *leave_out* has removed, and continue the histories, after all else is loaded."""
         for id_map in self._moved:
-            begins = self._begins(id_map.names[0])
+            begins = self._read_shard_offsets(id_map.buffer_names[0])
             assert begins is not None
             lost = self._maps.redistribute(id_map, begins, partial(self._read, "model"))
             if lost:
@@ -59,32 +59,36 @@ class IdMapLoader:
                     f"{lost} ids of {id_map.name} have lost their row, because the checkpoint is from another number of"
                     " ranks or of rows, and a rank has more ids than rows. They begin anew when they are seen again"
                 )
-        self._maps.set_windows(self._windows if with_windows else lambda _: {}, self._moved)
+        self._maps.restore_id_histories(
+            self._read_id_histories_by_rank if with_histories else lambda _: {}, self._moved
+        )
 
-    def _begins(self, name: str) -> list[int] | None:
-        stored = self._saved.state_dict_metadata.get(f"model.{self._stored(name)}")
+    def _read_shard_offsets(self, name: str) -> list[int] | None:
+        stored = self._saved.state_dict_metadata.get(f"model.{self._get_checkpoint_name(name)}")
         return (
             sorted(chunk.offsets[0] for chunk in stored.chunks) if isinstance(stored, TensorStorageMetadata) else None
         )
 
-    def _windows(self, name: str) -> dict[int, dict[str, Tensor]]:
+    def _read_id_histories_by_rank(self, name: str) -> dict[int, dict[str, Tensor]]:
         """Windows of a map, by rank of the checkpoint."""
         keys_by_rank: dict[int, list[str]] = {}
         for path in (self._saved.planner_data or {}).values():
-            if path[0] == WINDOWS and str(path[1]).rpartition("/")[0] == name:
+            if path[0] == HISTORIES and str(path[1]).rpartition("/")[0] == name:
                 keys_by_rank.setdefault(int(path[1].rpartition("/")[2]), []).append(path[2])
         return {
-            rank: self._read(f"{WINDOWS}.{name}/{rank}", sorted(keys)) for rank, keys in sorted(keys_by_rank.items())
+            rank: self._read(f"{HISTORIES}.{name}/{rank}", sorted(keys)) for rank, keys in sorted(keys_by_rank.items())
         }
 
-    def _stored(self, name: str) -> str:
+    def _get_checkpoint_name(self, name: str) -> str:
         """Name in the checkpoint of an entry of a map."""
         map_name, _, entry = name.rpartition(".")
         return name if self._names is None else f"{self._names.get(map_name, map_name)}.{entry}"
 
     def _read(self, part: str, names: Iterable[str]) -> dict[str, Tensor]:
-        keys = {name: f"{part}.{self._stored(name) if part == 'model' else name}" for name in names}
-        values = {key: allocate_target(self._saved.state_dict_metadata.get(key), _empty) for key in keys.values()}
+        keys = {name: f"{part}.{self._get_checkpoint_name(name) if part == 'model' else name}" for name in names}
+        values = {
+            key: allocate_target(self._saved.state_dict_metadata.get(key), _allocate_tensor) for key in keys.values()
+        }
         failed = f"the checkpoint {str(self._folder)!r} cannot be read"
         run_on_all_ranks(
             lambda: load_state_no_dist(self._folder, self._saved, values, self._weights_only), failed, dist.group.WORLD
@@ -121,5 +125,5 @@ def drop_id_maps_from_metadata(saved: dcp.Metadata) -> dcp.Metadata:
     return replace(saved, planner_data=planner_data)
 
 
-def _empty(size: torch.Size, dtype: torch.dtype) -> Tensor:
+def _allocate_tensor(size: torch.Size, dtype: torch.dtype) -> Tensor:
     return torch.empty(size, dtype=dtype)

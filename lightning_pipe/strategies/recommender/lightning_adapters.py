@@ -37,7 +37,7 @@ class TransferThreadPolicy:
         self._on_worker = transfer_on_worker
         self._told = False
 
-    def adapt_plan(self, trainer: pl.Trainer, plan: PipelinePlan) -> PipelinePlan:
+    def move_user_transfer_to_main_thread(self, trainer: pl.Trainer, plan: PipelinePlan) -> PipelinePlan:
         """Return *plan* with the transfer in the main thread if the user has a part in it, and log that once."""
         main_thread_plan = with_transfer_on_main(plan)
         if main_thread_plan is plan:
@@ -57,17 +57,17 @@ class TransferThreadPolicy:
         return main_thread_plan
 
 
-def check_batch_before_transfer(trainer: pl.Trainer, transfer: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def wrap_transfer_with_batch_check(trainer: pl.Trainer, transfer: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Return *transfer* with a check that Lightning can move the batch, unless the user overrides the transfer."""
     holders = (trainer.lightning_module, getattr(trainer, "datamodule", None))
     if any(holder is not None and is_overridden("transfer_batch_to_device", holder) for holder in holders):
         return transfer
 
-    def move(batch: Any) -> Any:
+    def check_and_transfer(batch: Any) -> Any:
         check_movable(batch)
         return transfer(batch)
 
-    return move
+    return check_and_transfer
 
 
 def remove_tables_from_optimizers(optimizers: Sequence[Optimizer], sharded: ShardedModel) -> None:

@@ -40,35 +40,35 @@ class RecsysProfiler:
         """Measure tasks. Every rank calls this method at the same point."""
         self._check()
         clip_value, session = self.trainer.gradient_clip_val, self.session
-        clip = make_clip_function(session.sharded, float(clip_value)) if clip_value else None
-        rehearsal = session.profiling_tasks(
+        clip = make_clip_function(session.sharded_model, float(clip_value)) if clip_value else None
+        profiling_tasks = session.profiling_tasks(
             "training_step",
             self.plan,
             clipped=clip is not None,
-            transfer=self._move,
+            transfer=self._transfer_batch,
             training_step=self._step,
             loss_of=self.loss_of,
-            optimizer_step=self._optimize,
+            optimizer_step=self._step_optimizers,
             lookup_context=self.trainer.precision_plugin.forward_context,
             clip=clip,
         )
 
-        def plan_of(tasks: Sequence[PipelineTask]) -> PipelinePlan:
+        def make_plan(tasks: Sequence[PipelineTask]) -> PipelinePlan:
             plan = recsys_plan(self.plan, tasks)
             # Lightning's calls of the user's hooks belong to the main thread.
             return with_transfer_on_main(plan) if find_user_transfer_hooks(self.trainer) else plan
 
         with (
             ExitStack() as rows,
-            rehearsal as rehearsed_tasks,
-            SWPipeline(plan_of(rehearsed_tasks), session.device, session.world) as pipeline,
+            profiling_tasks as profiled_tasks,
+            SWPipeline(make_plan(profiled_tasks), session.device, session.world) as pipeline,
             discard_logged_values(self.trainer, self.trainer.lightning_module),
             _metrics_and_generators_kept(self.trainer.lightning_module, session.device),
             torch.enable_grad(),
         ):
-            for table_rows in session.sharded.dynamic_rows.values():
-                rows.enter_context(table_rows.rehearsal())
-            keeper = _Keeper(self.trainer, session)
+            for table_rows in session.sharded_model.dynamic_rows.values():
+                rows.enter_context(table_rows.repeated_training())
+            keeper = _TrainingStateSnapshotter(self.trainer, session)
             state = keeper.snapshot()
             try:
                 # With the rewrite method "record", this iteration finds the inputs of the sharded modules.
@@ -91,13 +91,13 @@ class RecsysProfiler:
                 "a profile was requested under precision '16-mixed', whose loss scaler may skip steps. Profile with"
                 " 'bf16-mixed' or '32-true'"
             )
-        if self.session.sharded.id_maps:
+        if self.session.sharded_model.id_maps:
             raise SetupError(
                 "a profile was requested of a model with managed collision, but replayed batches would evict rows."
                 " Profile the model with ordinary tables of the same size"
             )
 
-    def _move(self, batch: Any) -> Any:
+    def _transfer_batch(self, batch: Any) -> Any:
         if find_user_transfer_hooks(self.trainer):
             return call_strategy_hook(self.trainer, "batch_to_device", batch, dataloader_idx=0)
         return move_data_to_device(batch, self.session.device)
@@ -111,16 +111,16 @@ class RecsysProfiler:
         with self.trainer.precision_plugin.train_step_context():
             return self.trainer.lightning_module.training_step(batch, 0)
 
-    def _optimize(self) -> None:
+    def _step_optimizers(self) -> None:
         for optimizer in self.trainer.optimizers:
             optimizer.step()
 
 
-class _Keeper:
+class _TrainingStateSnapshotter:
     """Snapshots of the model, its optimizers and the random generators that its step uses."""
 
     def __init__(self, trainer: pl.Trainer, session: RecsysSession) -> None:
-        self._model = ModelSnapshotter(session.sharded, trainer.optimizers)
+        self._model = ModelSnapshotter(session.sharded_model, trainer.optimizers)
         self._device = session.device
 
     def snapshot(self) -> tuple[Any, Any]:

@@ -18,25 +18,25 @@ import torch.distributed as dist
 
 from lightning_pipe.engine import SetupError
 from lightning_pipe.engine.ranks.agreement import check_agreement
-from lightning_pipe.engine.ranks.process_groups import new_group, use_default_timeout
+from lightning_pipe.engine.ranks.process_groups import inherit_default_group_timeout, new_group
 from lightning_pipe.recsys.sharding.replicas import make_replica_groups
 from lightning_pipe.recsys.sharding.shard_model import shard_model
 from lightning_pipe.recsys.sharding.sharded_model import ShardedModel
 from lightning_pipe.recsys.tasks.options import ShardingOptions
-from lightning_pipe.strategies.recommender.warm_start import WarmStart
+from lightning_pipe.strategies.recommender.warm_start import WarmStartOptions
 from lightning_pipe.strategies.recommender.warning_filters import filter_torchrec_warnings
 
 _ATTRIBUTE = "_lightning_pipe_sharding"
 
 
 @dataclass
-class _Sharding:
+class _ModuleShardingRecord:
     model: ShardedModel
     requested: dict[str, Any]  # arguments of the strategy that sharded the module
-    pending: WarmStart | None  # until the module has initial values from a checkpoint
+    pending: WarmStartOptions | None  # until the module has initial values from a checkpoint
 
 
-def shard_once(
+def shard_module_once(
     module: pl.LightningModule,
     sharding: ShardingOptions,
     *,
@@ -45,7 +45,7 @@ def shard_once(
     dedup: bool | Sequence[str],
     device: torch.device,
     ranks_per_node: int,
-    init_from: WarmStart | None = None,
+    init_from: WarmStartOptions | None = None,
     trains: bool = True,
 ) -> ShardedModel:
     """Shard a module in place unless it is already sharded. Every rank calls this function."""
@@ -54,7 +54,7 @@ def shard_once(
     wire = {"quantized_comms": quantized_comms, "dedup": dedup or None}
     options = {"sparse_optimizer": sparse_optimizer, **wire, "init_from": init_from}
     requested = {**options, **vars(sharding)}
-    state: _Sharding | None = module.__dict__.get(_ATTRIBUTE)
+    state: _ModuleShardingRecord | None = module.__dict__.get(_ATTRIBUTE)
     if state is None:
         arguments = {**requested, "sharding_plan": sharding.plan, "trains": trains}
         del arguments["plan"], arguments["init_from"]
@@ -64,13 +64,13 @@ def shard_once(
             groups += [replicas.shards, replicas.peers]
         try:
             # Lightning's launcher does not set it, and TorchRec would then assume that all ranks are on one node.
-            with _in_environment("LOCAL_WORLD_SIZE", str(ranks_per_node)), use_default_timeout():
+            with _in_environment("LOCAL_WORLD_SIZE", str(ranks_per_node)), inherit_default_group_timeout():
                 model = shard_model(module, device=device, group=groups[0], replicas=replicas, **arguments)
         except BaseException:
             for group in groups:
                 dist.destroy_process_group(group)
             raise
-        state = _Sharding(model, requested, init_from)
+        state = _ModuleShardingRecord(model, requested, init_from)
         module.__dict__[_ATTRIBUTE] = state
         return state.model
     for name, value in requested.items():
@@ -82,15 +82,15 @@ def shard_once(
     return state.model
 
 
-def get_pending_warm_start(module: pl.LightningModule) -> WarmStart | None:
+def get_pending_warm_start(module: pl.LightningModule) -> WarmStartOptions | None:
     """Checkpoint that a sharded module still needs its initial values from; None without one."""
-    state: _Sharding = module.__dict__[_ATTRIBUTE]
+    state: _ModuleShardingRecord = module.__dict__[_ATTRIBUTE]
     return state.pending
 
 
 def mark_warm_started(module: pl.LightningModule) -> None:
     """Note that a sharded module has values from a checkpoint, which later runs keep."""
-    state: _Sharding = module.__dict__[_ATTRIBUTE]
+    state: _ModuleShardingRecord = module.__dict__[_ATTRIBUTE]
     state.pending = None
 
 

@@ -14,26 +14,31 @@ import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_pipe._compat.managed_collision import is_id_map_entry
-from lightning_pipe.checkpoints.compiled_names import ModuleNames
+from lightning_pipe.checkpoints.compiled_names import CompiledNameMap
 from lightning_pipe.checkpoints.folder_reading import (
     find_mismatches,
+    gather_state_sizes,
     load_in_place,
     read_extra_state,
     read_metadata,
-    sizes_on_ranks,
 )
 from lightning_pipe.checkpoints.folder_writing import DYNAMIC_ROWS, WriteFolder, write_checkpoint
-from lightning_pipe.checkpoints.remote_folder import Folder, local_copy, parse_local_or_remote_path, resolve_folder
+from lightning_pipe.checkpoints.remote_folder import (
+    Folder,
+    follow_checkpoint_marker,
+    local_copy,
+    parse_local_or_remote_path,
+)
 from lightning_pipe.engine import SetupError
 from lightning_pipe.engine.ranks.object_collectives import run_on_all_ranks
 from lightning_pipe.recsys.sharding.sharded_model import ShardedModel
 from lightning_pipe.strategies.recommender.id_map_checkpoint import (
-    WINDOWS,
-    IdMapLoader,
+    HISTORIES,
+    IdMapCheckpointLoader,
     drop_id_maps_from_metadata,
     match_id_map_names,
 )
-from lightning_pipe.strategies.recommender.warm_start import CheckpointMatch, WarmStart, match_checkpoint
+from lightning_pipe.strategies.recommender.warm_start import CheckpointMatch, WarmStartOptions, match_checkpoint
 
 # Key of Lightning's dictionary for the class of each table's optimizer.
 TABLE_OPTIMIZERS = "table_optimizers"
@@ -54,9 +59,9 @@ def save_sharded_checkpoint(
     if "optimizer_states" in checkpoint:
         state |= _table_states(sharded)
         rest[TABLE_OPTIMIZERS] = {name: table.resolved_optimizer.name for name, table in sharded.tables.items()}
-        if windows := sharded.id_maps.windows():
-            state[WINDOWS] = windows
-    dumped = sharded.dump_rows() if sharded.dynamic_rows else None
+        if histories := sharded.id_maps.collect_id_histories():
+            state[HISTORIES] = histories
+    dumped = sharded.prepare_row_dump() if sharded.dynamic_rows else None
     if dumped is not None:
         rest[DYNAMIC_ROWS] = dumped.committed
     write(path, state, rest, dumped)
@@ -71,77 +76,83 @@ def load_sharded_checkpoint(
     weights_only: bool | None = None,
 ) -> dict[str, Any]:
     """Load a model and the states of its tables' optimizers from a folder. Every rank calls this function."""
-    folder, saved, rest = _open(path, weights_only)
+    folder, saved, rest = _read_metadata_on_all_ranks(path, weights_only)
     rest.pop(TABLE_OPTIMIZERS, None)
-    state: dict[str, Any] = {"model": _values(sharded)}
+    state: dict[str, Any] = {"model": _get_model_state_dict(sharded)}
     if with_optimizers and "optimizer_states" in rest:
         state |= _table_states(sharded)
-    saved = _module_names(sizes_on_ranks(state)).rename_metadata(saved)
+    saved = _collect_state_dict_names(gather_state_sizes(state)).rename_metadata(saved)
     problems = find_mismatches(saved, state, strict)
     if problems:
         raise SetupError(f"the checkpoint {str(path)!r} does not fit the module: {'; '.join(problems)}. {_FIX}")
     if not strict and (left_out := find_mismatches(saved, state, True)):
         rank_zero_info(f"strict_loading is False; checkpoint {str(path)!r} has other values: {'; '.join(left_out)}")
-    maps = IdMapLoader(sharded.id_maps, folder, saved, weights_only)
+    maps = IdMapCheckpointLoader(sharded.id_maps, folder, saved, weights_only)
     maps.leave_out(state["model"])
     load_in_place(folder, saved, state, strict=strict, weights_only=weights_only, fix=_FIX)
-    _install(sharded, state["model"], state.get("tables", {}).get("state", {}))
-    maps.fill(with_windows=with_optimizers)
+    _load_model_and_table_optimizer_states(sharded, state["model"], state.get("tables", {}).get("state", {}))
+    maps.fill(with_histories=with_optimizers)
     # States are read for evaluations too: the rows are committed, and training may continue from the store.
-    _read_rows(folder, rest.pop(DYNAMIC_ROWS, None), sharded, with_optimizers="optimizer_states" in rest)
+    _load_dynamic_rows(folder, rest.pop(DYNAMIC_ROWS, None), sharded, with_optimizers="optimizer_states" in rest)
     return {**rest, "state_dict": {}}
 
 
-def start_from_checkpoint(options: WarmStart, sharded: ShardedModel, weights_only: bool | None = None) -> None:
+def start_from_checkpoint(options: WarmStartOptions, sharded: ShardedModel, weights_only: bool | None = None) -> None:
     """Replace a model's initial values by those of a checkpoint, and log which. Every rank calls this function."""
-    folder, saved, rest = _open(options.path, weights_only)
+    folder, saved, rest = _read_metadata_on_all_ranks(options.path, weights_only)
     keep = options.optimizer_states == "keep"
-    model = {name: value for name, value in _values(sharded).items() if not is_id_map_entry(name)}
+    model = {name: value for name, value in _get_model_state_dict(sharded).items() if not is_id_map_entry(name)}
     states = _table_states(sharded).get("tables", {}).get("state", {}) if keep else {}
-    sizes = sizes_on_ranks({"model": model, "tables": {"state": states}})
-    names = _module_names(sizes)
+    sizes = gather_state_sizes({"model": model, "tables": {"state": states}})
+    names = _collect_state_dict_names(sizes)
     saved, optimizers = names.rename_metadata(saved), rest.get(TABLE_OPTIMIZERS)
     if isinstance(optimizers, dict):
         optimizers = names.rename_keys(optimizers)
     world, failed = dist.group.WORLD, "init_from cannot be used"
 
-    def look() -> tuple[CheckpointMatch, dict[str, str]]:
+    def match_checkpoint_to_model() -> tuple[CheckpointMatch, dict[str, str]]:
         matched = match_checkpoint(options, drop_id_maps_from_metadata(saved), optimizers, sizes, sharded.tables)
         return matched, match_id_map_names(sharded.tables, matched.names, saved)
 
-    matched, of_maps = run_on_all_ranks(look, failed, world)
-    maps = IdMapLoader(sharded.id_maps, folder, saved, weights_only, of_maps)
+    matched, of_maps = run_on_all_ranks(match_checkpoint_to_model, failed, world)
+    maps = IdMapCheckpointLoader(sharded.id_maps, folder, saved, weights_only, of_maps)
     for rows in sharded.dynamic_rows.values():
         run_on_all_ranks(rows.check_no_existing_rows, failed, world)
-    state: dict[str, Any] = {"model": matched.renamed(model)}
-    if of_tables := matched.renamed(states):
+    state: dict[str, Any] = {"model": matched.rename_to_checkpoint_names(model)}
+    if of_tables := matched.rename_to_checkpoint_names(states):
         state["tables"] = {"state": of_tables}
     load_in_place(folder, matched.saved, state, strict=True, weights_only=weights_only, fix=_FIX)
     filled = {name: state["model"][stored_name] for name, stored_name in matched.names.items() if name in model}
-    _install(sharded, filled, {name: states[name] for name in matched.names if name in states})
-    maps.fill(with_windows=False)
-    _read_rows(folder, rest.get(DYNAMIC_ROWS), sharded, with_optimizers=keep)
+    _load_model_and_table_optimizer_states(
+        sharded, filled, {name: states[name] for name in matched.names if name in states}
+    )
+    maps.fill(with_histories=False)
+    _load_dynamic_rows(folder, rest.get(DYNAMIC_ROWS), sharded, with_optimizers=keep)
     rank_zero_info(matched.report)
     if matched.dropped:
         rank_zero_warn(matched.dropped)
 
 
-def _open(path: str | Path, weights_only: bool | None) -> tuple[Folder, Any, dict[str, Any]]:
+def _read_metadata_on_all_ranks(path: str | Path, weights_only: bool | None) -> tuple[Folder, Any, dict[str, Any]]:
     """Read the metadata of a checkpoint, and the values that rank 0 wrote, on every rank."""
 
-    def read() -> tuple[Folder, Any, dict[str, Any]]:
-        opened = resolve_folder(parse_local_or_remote_path(path))
+    def read_metadata_and_extra_state() -> tuple[Folder, Any, dict[str, Any]]:
+        opened = follow_checkpoint_marker(parse_local_or_remote_path(path))
         return opened, read_metadata(opened, ("model",), _KIND), read_extra_state(opened, weights_only)
 
-    return run_on_all_ranks(read, f"the checkpoint {str(path)!r} cannot be read", dist.group.WORLD)
+    return run_on_all_ranks(
+        read_metadata_and_extra_state, f"the checkpoint {str(path)!r} cannot be read", dist.group.WORLD
+    )
 
 
-def _module_names(sizes: Mapping[tuple[Any, ...], Any]) -> ModuleNames:
+def _collect_state_dict_names(sizes: Mapping[tuple[Any, ...], Any]) -> CompiledNameMap:
     """Names of the values whose sizes are those of all ranks."""
-    return ModuleNames(path[1] for path in sizes if path[0] == "model")
+    return CompiledNameMap(path[1] for path in sizes if path[0] == "model")
 
 
-def _install(sharded: ShardedModel, model: Mapping[str, Any], states: Mapping[str, Any]) -> None:
+def _load_model_and_table_optimizer_states(
+    sharded: ShardedModel, model: Mapping[str, Any], states: Mapping[str, Any]
+) -> None:
     """Load values of the model and states of its tables' optimizers by name."""
     if sharded.replicas is not None:
         sharded.replicas.steps = 0  # all replicas have read the same values
@@ -151,15 +162,15 @@ def _install(sharded: ShardedModel, model: Mapping[str, Any], states: Mapping[st
         sharded.fused_optimizer.load_state_dict({**present, "state": {**present["state"], **states}})
 
 
-def _read_rows(folder: Folder, committed: Any, sharded: ShardedModel, *, with_optimizers: bool) -> None:
+def _load_dynamic_rows(folder: Folder, committed: Any, sharded: ShardedModel, *, with_optimizers: bool) -> None:
     if sharded.dynamic_rows:
         with ExitStack() as stack:
             failed = f"the checkpoint {str(folder)!r} cannot be read"
             local = run_on_all_ranks(lambda: stack.enter_context(local_copy(folder, "rows")), failed, dist.group.WORLD)
-            sharded.read_rows(local, committed, with_optimizers=with_optimizers)
+            sharded.read_rows_from_folder(local, committed, with_optimizers=with_optimizers)
 
 
-def _values(sharded: ShardedModel) -> dict[str, Any]:
+def _get_model_state_dict(sharded: ShardedModel) -> dict[str, Any]:
     """State dict of the model, with this rank's parts, without the entries of dynamic tables."""
     return sharded.drop_dynamic_entries(sharded.dmp.state_dict())
 

@@ -15,10 +15,10 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.optim import Optimizer
 
-from lightning_pipe._compat.lightning import is_accumulating, optimizers_to_device, sync_batch_norm
+from lightning_pipe._compat.lightning import get_layer_sync_plugin, is_accumulating, optimizers_to_device
 from lightning_pipe._compat.torchrec import cached_tables
 from lightning_pipe.engine import PipelinePlan, PlanError, ProfileResult, SetupError, SWPipeline, TaskSpan
-from lightning_pipe.engine.common.options import check_choice, check_flags, option_group
+from lightning_pipe.engine.common.options import check_booleans, check_choice, parse_option_group
 from lightning_pipe.loops import EvaluationProgram, PipelineTrainingEpochLoop, TrainingProgram
 from lightning_pipe.loops.data.batch_source import UnevenPolicy
 from lightning_pipe.loops.programs.auto_program import AutoProgram, PlanChoice
@@ -38,7 +38,7 @@ from lightning_pipe.recsys.tasks.options import (
     make_balancer,
 )
 from lightning_pipe.recsys.tasks.session import RecsysSession, next_must_run_serially
-from lightning_pipe.recsys.tasks.table_rates import TableRates
+from lightning_pipe.recsys.tasks.table_rates import TableLearningRates
 from lightning_pipe.recsys.tasks.task_list import recsys_tasks
 from lightning_pipe.strategies.auto_plan_options import AUTO, AutoOptions, report_choice
 from lightning_pipe.strategies.base import install_loops
@@ -46,21 +46,25 @@ from lightning_pipe.strategies.checkpoint_folder import FolderCheckpointStrategy
 from lightning_pipe.strategies.recommender.evaluation import LOOKUP, RecsysEvaluation
 from lightning_pipe.strategies.recommender.lightning_adapters import (
     TransferThreadPolicy,
-    check_batch_before_transfer,
     extract_loss,
     last_batch_writer,
     log_kernel_defaults,
     remove_tables_from_optimizers,
+    wrap_transfer_with_batch_check,
 )
 from lightning_pipe.strategies.recommender.recsys_profiler import RecsysProfiler
-from lightning_pipe.strategies.recommender.shard_once import get_pending_warm_start, mark_warm_started, shard_once
+from lightning_pipe.strategies.recommender.shard_once import (
+    get_pending_warm_start,
+    mark_warm_started,
+    shard_module_once,
+)
 from lightning_pipe.strategies.recommender.sharded_checkpoint import (
     load_sharded_checkpoint,
     save_sharded_checkpoint,
     start_from_checkpoint,
 )
-from lightning_pipe.strategies.recommender.table_gradients import TableGradients
-from lightning_pipe.strategies.recommender.warm_start import WarmStart
+from lightning_pipe.strategies.recommender.table_gradients import TablePrecisionPluginAdapter
+from lightning_pipe.strategies.recommender.warm_start import WarmStartOptions
 from lightning_pipe.strategies.setup_checks import (
     check_fp16_comms,
     check_precision,
@@ -136,7 +140,7 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
             worker thread of a plan such as ``"threaded_input"`` (default False). They must then draw no random numbers
             and call neither ``log`` nor collectives.
         init_from: checkpoint that a new run starts with, also if its tables differ: a path, or a
-            :class:`~lightning_pipe.strategies.WarmStart` (default None).
+            :class:`~lightning_pipe.strategies.WarmStartOptions` (default None).
         arguments: arguments of Lightning's ``DDPStrategy``, and ``async_checkpoints`` (default False): True to copy
             checkpoints to the host and write them in the background during training. The next save and the end of
             training wait for the write and raise its errors. Costs host memory for the copy.
@@ -170,16 +174,16 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
         accumulate_tables: Literal["micro_batch", "window"] = "micro_batch",
         extra_tasks: Mapping[str, RecsysTask] | None = None,
         transfer_on_worker: bool = False,
-        init_from: str | Path | WarmStart | Mapping[str, Any] | None = None,
+        init_from: str | Path | WarmStartOptions | Mapping[str, Any] | None = None,
         **arguments: Any,
     ) -> None:
         super().__init__(**arguments)
         groups = {"rewrite": rewrite, "wire": wire, "memory": memory, "checks": checks}
-        self._options = option_group(SessionOptions, "options", groups)
-        self._sharding = option_group(ShardingOptions, "sharding", sharding)
-        self._auto = option_group(AutoOptions, "auto", auto)
+        self._options = parse_option_group(SessionOptions, "options", groups)
+        self._sharding = parse_option_group(ShardingOptions, "sharding", sharding)
+        self._auto = parse_option_group(AutoOptions, "auto", auto)
         self._auto.refuse_without_auto(plan)
-        self._take_uneven(uneven_batches, uneven_evaluation)
+        self._set_uneven_policies(uneven_batches, uneven_evaluation)
         # An unknown plan is an error here, not only when training begins.
         self._balancer = make_balancer(balancer)
         replicated = (self._sharding.replicas or 1) > 1
@@ -195,16 +199,16 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
         self._sparse_lr_scheduler = sparse_lr_scheduler
         check_choice("accumulate_tables", accumulate_tables, ("micro_batch", "window"))
         self._in_every_batch = accumulate_tables == "micro_batch"
-        check_flags(transfer_on_worker=transfer_on_worker)
+        check_booleans(transfer_on_worker=transfer_on_worker)
         self.transfer_on_worker = transfer_on_worker
-        self._init_from = WarmStart.from_config(init_from)
+        self._init_from = WarmStartOptions.from_config(init_from)
         self.plan_choice: PlanChoice | None = None
         self._sharded: ShardedModel | None = None
         self._session: RecsysSession | None = None
         # State of the training. The rates stay after it, for checkpoints that are written then.
         self._program: TrainingProgram | None = None
-        self._rates: TableRates | None = None
-        self._gradients: TableGradients | None = None
+        self._rates: TableLearningRates | None = None
+        self._gradients: TablePrecisionPluginAdapter | None = None
         self._evaluation: RecsysEvaluation | None = None
         self._users_transfer = TransferThreadPolicy(transfer_on_worker)
 
@@ -213,7 +217,7 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
     @property
     def pipeline(self) -> SWPipeline:
         """Pipeline of the training, while ``Trainer.fit`` runs."""
-        if (pipeline := self._pipeline_in_training()) is None:
+        if (pipeline := self._training_pipeline_or_none()) is None:
             raise SetupError("the strategy has no pipeline outside of training. Access it while Trainer.fit runs")
         return pipeline
 
@@ -271,7 +275,7 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
             profile = RecsysProfiler(self.lightning_module.trainer, self._session, extract_loss, pipeline.plan)
             return profile.measure(batches, tasks, rounds, iterations)
 
-    def _pipeline_in_training(self) -> SWPipeline | None:
+    def _training_pipeline_or_none(self) -> SWPipeline | None:
         return None if self._program is None else self._program.pipeline
 
     # ------------------------------------------------------------------ set-up
@@ -286,10 +290,10 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
         if fitting:
             check_training_options(trainer, module, self.precision_plugin, self._in_every_batch)
             check_fp16_comms(trainer, self.precision_plugin, self._options.wire.comms.backward)
-            if (batch_norm := sync_batch_norm(self)) is not None:
+            if (batch_norm := get_layer_sync_plugin(self)) is not None:
                 batch_norm.apply(module)
         self.precision_plugin.convert_module(module)
-        self._sharded = shard_once(
+        self._sharded = shard_module_once(
             module,
             self._sharding,
             sparse_optimizer=self._sparse_optimizer,
@@ -307,10 +311,10 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
         install_loops(trainer)
         setting = self._sharded, self._declared, self.root_device, self._options
         self._session = RecsysSession(*setting, balancer=self._balancer, extra_tasks=self._extra_tasks)
-        self._evaluation = RecsysEvaluation(self._session, self.precision_plugin, self._pipeline_in_training)
+        self._evaluation = RecsysEvaluation(self._session, self.precision_plugin, self._training_pipeline_or_none)
         if fitting:
             self.setup_optimizers(trainer)
-            self._rates = TableRates(self._sharded, lambda: self.optimizers[0], self._sparse_lr_scheduler)
+            self._rates = TableLearningRates(self._sharded, lambda: self.optimizers[0], self._sparse_lr_scheduler)
             self._gradients = None
             log_kernel_defaults(self._sharded)
             if clips_gradients(trainer):
@@ -336,7 +340,7 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
             check_trainable_after_dense_step(sharded.sharded_modules)
         tasks = session.training_tasks(
             "training_step",
-            transfer=check_batch_before_transfer(trainer, transfer),
+            transfer=wrap_transfer_with_batch_check(trainer, transfer),
             loss_of=extract_loss,
             lookup_context=precision.forward_context,
             clipped=clipped,
@@ -347,9 +351,9 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
         assert rewrite is not None
         loop = trainer.fit_loop.epoch_loop
         if isinstance(loop, PipelineTrainingEpochLoop):
-            rewrite.statuses = loop.statuses
+            rewrite.statuses = loop.status_exchange
         if clipped or loss_scaled:
-            self._gradients = TableGradients(precision, sharded, session.device, self._batch_in_training)
+            self._gradients = TablePrecisionPluginAdapter(precision, sharded, session.device, self._batch_in_training)
         arguments: dict[str, Any] = {
             "transfer": "H2DAndShuffle",
             "forward": "LossPostprocess",
@@ -362,27 +366,27 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
             "on_close": self._end_training,
             "on_abandon": self._abandon,
         }
-        allowed = partial(self._users_transfer.adapt_plan, trainer)
+        allowed = partial(self._users_transfer.move_user_transfer_to_main_thread, trainer)
         if self._plan != AUTO:
             pipeline = SWPipeline(allowed(recsys_plan(self._plan, tasks)), session.device, session.world)
             self._program = TrainingProgram(pipeline, **arguments)
             return self._program
         from lightning_pipe.recsys.tasks.auto_plan import hand_written_plans, propose_plans  # lazy: plan="auto" only
 
-        exploration = self._auto.search
+        exploration = self._auto.search_options
         by_hand = hand_written_plans(tasks, on_disk=bool(sharded.dynamic_rows), max_in_flight=self._auto.max_in_flight)
         plans = [*map(allowed, by_hand)]
         propose = partial(
             propose_plans,
             plans,
-            cached=any(cached_tables(module) for module in rewrite.modules.values()),
+            cached=any(cached_tables(module) for module in rewrite.sharded_modules.values()),
             max_in_flight=self._auto.max_in_flight,
             peers=self.world_size > 1,
             device=session.device,
             max_plans=exploration.max_generated,
         )
         self._program = AutoProgram(
-            plans, propose, session.device, session.world, exploration, self._plan_chosen, **arguments
+            plans, propose, session.device, session.world, exploration, self._store_and_report_plan_choice, **arguments
         )
         return self._program
 
@@ -398,9 +402,9 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
         assert self._session is not None
         self._session.end_training()
         if self._gradients is not None:
-            self._gradients.close()
+            self._gradients.restore_precision_plugin()
 
-    def _plan_chosen(self, choice: PlanChoice) -> None:
+    def _store_and_report_plan_choice(self, choice: PlanChoice) -> None:
         """Store the choice; rank 0 prints it and writes the plan."""
         self.plan_choice = choice
         if self.global_rank == 0:
@@ -411,15 +415,15 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
         assert self._evaluation is not None
         # Until "auto" has chosen a plan, evaluation follows the default plan.
         plan = self.plan_choice.plan if self.plan_choice else self._declared or recsys_plan("prefetch", recsys_tasks())
-        plan = self._users_transfer.adapt_plan(trainer, plan)
-        return self._evaluation.build(trainer, check_batch_before_transfer(trainer, transfer), step, plan)
+        plan = self._users_transfer.move_user_transfer_to_main_thread(trainer, plan)
+        return self._evaluation.build(trainer, wrap_transfer_with_batch_check(trainer, transfer), step, plan)
 
     # ------------------------------------------------------------------ Lightning's calls during a batch
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self._program is not None and self._session is not None
         if self._gradients is not None:
-            self._gradients.begin()
+            self._gradients.record_loss_scale()
         if (window := self._session.window) is not None:
             assert self.lightning_module is not None
             trainer = self.lightning_module.trainer
@@ -453,10 +457,10 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
 
         def closure_and_open_step() -> Any:
             result = closure()
-            program.begin_step()
+            program.begin_step_task()
             if gradients is not None:
                 gradients.report_overflow(optimizer)
-                if gradients.skips_scaler_without_grads(optimizer):
+                if gradients.scaler_has_no_dense_gradients(optimizer):
                     return None  # Lightning treats None as a batch without a loss
             return result
 
@@ -465,7 +469,7 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
         else:
             with gradients.stepping(optimizer):
                 output = super().optimizer_step(optimizer, closure_and_open_step, model, **kwargs)
-        program.end_step()
+        program.end_step_task()
         self._rates.step()
         return output
 
@@ -493,16 +497,19 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
     def announce_collectives(self, coordinator: UnevenBatchCoordinator, step: str) -> Generator[None, None, None]:
         """Context in which lookups and reductions of an evaluation step are announced to *coordinator*."""
         assert self._evaluation is not None
-        with super().announce_collectives(coordinator, step), self._evaluation.announce_lookups(coordinator, step):
+        with (
+            super().announce_collectives(coordinator, step),
+            self._evaluation.announce_lookups_to_ranks(coordinator, step),
+        ):
             yield
 
-    def join_evaluation(self, action: str, payload: Any) -> None:
+    def join_announced_collective(self, action: str, payload: Any) -> None:
         """Take part with empty input in a collective that another rank has announced."""
         if action.startswith(LOOKUP):
             assert self._evaluation is not None
-            self._evaluation.join(payload)
+            self._evaluation.join_announced_lookup(payload)
         else:
-            super().join_evaluation(action, payload)
+            super().join_announced_collective(action, payload)
 
     # ------------------------------------------------------------------ begin and end of training and evaluations
 
@@ -515,7 +522,7 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
 
     def on_validation_start(self) -> None:
         assert self._evaluation is not None
-        self._evaluation.begin()
+        self._evaluation.sync_buffers_and_replicas()
 
     on_test_start = on_predict_start = on_validation_start
 
@@ -529,7 +536,7 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
 
     # ------------------------------------------------------------------ checkpoints
 
-    def _set_initial_values(self, path: Any) -> None:
+    def _warm_start_from_checkpoint(self, path: Any) -> None:
         """Read ``init_from``, unless a checkpoint is resumed or the module has had its initial values before."""
         assert self.lightning_module is not None
         pending = get_pending_warm_start(self.lightning_module)
@@ -565,7 +572,7 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
             self.sharded_model,
             with_optimizers=fitting,
             strict=module.strict_loading,
-            weights_only=self._allowed(weights_only),
+            weights_only=self._resolve_weights_only(weights_only),
         )
         schedule = None if self._rates is None else self._rates.schedule
         if fitting and schedule is not None and "sparse_lr_scheduler" in checkpoint:
@@ -592,6 +599,6 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
             if part is not None:
                 part.close()
         self._program = self._evaluation = self._session = None
-        if module is not None and (batch_norm := sync_batch_norm(self)) is not None:
+        if module is not None and (batch_norm := get_layer_sync_plugin(self)) is not None:
             batch_norm.revert(module)
         super().teardown()

@@ -19,13 +19,13 @@ from lightning.pytorch.plugins import Precision
 from torch.optim import Optimizer
 
 from lightning_pipe.engine import SetupError
-from lightning_pipe.recsys.kernels.gradient_norm import clip_by_global_norm
+from lightning_pipe.recsys.kernels.gradient_norm import clip_dense_grads_by_global_norm
 from lightning_pipe.recsys.sharding.sharded_model import ShardedModel
 from lightning_pipe.recsys.tasks.context import RecsysContext
 from lightning_pipe.strategies.setup_checks import CLIP_BY_VALUE_ERROR, get_grad_scaler
 
 
-class TableGradients:
+class TablePrecisionPluginAdapter:
     """Makes a precision plugin act on the tables' gradients of the current batch, until :meth:`close`."""
 
     def __init__(
@@ -43,14 +43,14 @@ class TableGradients:
         self._without_step = False
         self._clip_dense = precision.clip_grad_by_norm
         precision.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
-        precision.clip_grad_by_value = self._clip_grad_by_value  # type: ignore[method-assign]
+        precision.clip_grad_by_value = self._refuse_clip_grad_by_value  # type: ignore[method-assign]
 
-    def close(self) -> None:
+    def restore_precision_plugin(self) -> None:
         """Restore the plugin's methods. May be called again."""
         for replaced in ("clip_grad_by_norm", "clip_grad_by_value"):
             self._precision.__dict__.pop(replaced, None)
 
-    def begin(self) -> None:
+    def record_loss_scale(self) -> None:
         """Record the loss scale at the beginning of a batch's training step."""
         ctx = self._current()
         if self._scaler is not None and ctx is not None:
@@ -90,7 +90,7 @@ class TableGradients:
                 if parameter.grad is not None:
                     parameter.grad.fill_(torch.inf)
 
-    def skips_scaler_without_grads(self, optimizer: Optimizer) -> bool:
+    def scaler_has_no_dense_gradients(self, optimizer: Optimizer) -> bool:
         """Return True if the scaler cannot step because no rank had a loss, and so no dense gradient exists."""
         parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
         self._without_step = self._scaler is not None and all(parameter.grad is None for parameter in parameters)
@@ -104,8 +104,10 @@ class TableGradients:
             return
         scale = ctx.gradient_scale if ctx.has("gradient_scale") else 1.0  # includes the loss scale and earlier clipping
         tables = self._sharded.table_gradient_norm(ctx.embeddings.kernel_gradients) * scale
-        ctx.gradient_scale = clip_by_global_norm(self._precision.main_params(optimizer), tables, clip_val) * scale
+        ctx.gradient_scale = (
+            clip_dense_grads_by_global_norm(self._precision.main_params(optimizer), tables, clip_val) * scale
+        )
 
-    def _clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
+    def _refuse_clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
         """Replacement of the plugin's method."""
         raise SetupError(CLIP_BY_VALUE_ERROR)

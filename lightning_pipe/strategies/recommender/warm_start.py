@@ -19,7 +19,7 @@ import torch.distributed.checkpoint as dcp
 from lightning_pipe.checkpoints.remote_folder import parse_local_or_remote_path
 from lightning_pipe.checkpoints.resized_metadata import resized_metadata
 from lightning_pipe.engine import SetupError
-from lightning_pipe.engine.common.options import check_choice, option_group
+from lightning_pipe.engine.common.options import check_choice, parse_option_group
 from lightning_pipe.engine.common.safe_text import escape_unprintable
 from lightning_pipe.recsys.modules.tables import Table
 
@@ -30,7 +30,7 @@ _RESET = "Set optimizer_states='reset' to start all tables without states"
 
 
 @dataclass(frozen=True)
-class WarmStart:
+class WarmStartOptions:
     """Initial values of a new run, from a checkpoint of a model that may have had other tables.
 
     Tables and other values are matched by name. Values without a counterpart in the checkpoint keep their initial
@@ -65,11 +65,11 @@ class WarmStart:
         check_choice("init_from.smaller_tables", self.smaller_tables, ("refuse", "cut"))
 
     @classmethod
-    def from_config(cls, config: WarmStart | Mapping[str, Any] | str | Path | None) -> WarmStart | None:
+    def from_config(cls, config: WarmStartOptions | Mapping[str, Any] | str | Path | None) -> WarmStartOptions | None:
         """Read the argument ``init_from``: a path, this class, a mapping of its fields, or None for no warm start."""
         if config is None:
             return None
-        return option_group(cls, "init_from", {"path": config} if isinstance(config, str | Path) else config)
+        return parse_option_group(cls, "init_from", {"path": config} if isinstance(config, str | Path) else config)
 
 
 @dataclass(frozen=True)
@@ -81,13 +81,13 @@ class CheckpointMatch:
     report: str
     dropped: str = ""
 
-    def renamed(self, values: Mapping[str, Any]) -> dict[str, Any]:
+    def rename_to_checkpoint_names(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return the matched values by their names in the checkpoint."""
         return {self.names[name]: value for name, value in values.items() if name in self.names}
 
 
 def match_checkpoint(
-    options: WarmStart, saved: dcp.Metadata, optimizers: Any, sizes: Sizes, tables: Mapping[str, Table]
+    options: WarmStartOptions, saved: dcp.Metadata, optimizers: Any, sizes: Sizes, tables: Mapping[str, Table]
 ) -> CheckpointMatch:
     """Match a checkpoint with a model. Ranks do not communicate; all get the same result."""
     keys = {path: key for key, path in saved.planner_data.items()}
@@ -98,7 +98,7 @@ def match_checkpoint(
         raise SetupError(
             f"init_from: the checkpoint {options.path!r} has no states of the tables' optimizers. {_RESET}."
         )
-    names = _names(stored_shapes, model_shapes, tables)
+    names = _match_checkpoint_names(stored_shapes, model_shapes, tables)
     problems: dict[str, list[str]] = defaultdict(list)  # by their fix
     resized: dict[str, tuple[torch.Size, int, int]] = {}
     grown: list[str] = []
@@ -119,7 +119,7 @@ def match_checkpoint(
         if options.optimizer_states == "keep":
             former = optimizers.get(stored_name) if isinstance(optimizers, Mapping) else None
             was, states = stored_states.get(stored_name), model_states.get(name, {})
-            for fix, problem in _misfits(
+            for fix, problem in _find_optimizer_state_mismatches(
                 former, was, tables[name].resolved_optimizer.name, states, stored_shape[0], shape[0]
             ):
                 problems[fix].append(f"table {name} {problem}")
@@ -182,7 +182,7 @@ def match_checkpoint(
     )
 
 
-def _misfits(
+def _find_optimizer_state_mismatches(
     former: Any, was: Any, optimizer: str, states: Mapping[str, list[int]], stored_rows: int, rows: int
 ) -> Iterator[tuple[str, str]]:
     """Differences between the optimizer states of a table in the checkpoint and in the model, each after its fix."""
@@ -216,7 +216,9 @@ def _shapes(sizes: Sizes, *part: str) -> dict[str, Any]:
     return {name: nested.get((), nested) for name, nested in shapes.items()}
 
 
-def _names(stored_names: Iterable[str], model_names: Iterable[str], tables: Mapping[str, Table]) -> dict[str, str]:
+def _match_checkpoint_names(
+    stored_names: Iterable[str], model_names: Iterable[str], tables: Mapping[str, Table]
+) -> dict[str, str]:
     """Names in the checkpoint by names in the model: the same, or that of the only table with the same config name."""
     stored_names, model_names = set(stored_names), list(model_names)
     by_config: dict[str, tuple[list[str], list[str]]] = defaultdict(lambda: ([], []))

@@ -29,7 +29,7 @@ _LINES = (
 )
 
 
-def _is_news(record: logging.LogRecord) -> bool:
+def _is_relevant_log_record(record: logging.LogRecord) -> bool:
     return not record.getMessage().startswith(_LINES)
 
 
@@ -39,4 +39,4 @@ def filter_torchrec_warnings() -> None:
         warnings.filterwarnings("ignore", beginning, category, module)
     for name in _LOGGERS:
         # A logger's filter applies only to its own messages, not to messages propagated from child loggers.
-        logging.getLogger(name).addFilter(_is_news)
+        logging.getLogger(name).addFilter(_is_relevant_log_record)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lightning_pipe.engine import SetupError
-from lightning_pipe.engine.common.options import check_choice, check_whole_number, option_group
+from lightning_pipe.engine.common.options import check_choice, check_whole_number, parse_option_group
 
 
 @pytest.mark.parametrize("value", [0, True, 1.0, "1", None])
@@ -44,7 +44,7 @@ class Colors:
     [(None, Colors()), ({"sky": "gray"}, Colors("gray")), (Colors(grass="brown"), Colors(grass="brown"))],
 )
 def test_a_group_is_given_as_itself_as_a_mapping_or_not_at_all(given: Any, expected: Colors) -> None:
-    assert option_group(Colors, "colors", given) == expected
+    assert parse_option_group(Colors, "colors", given) == expected
 
 
 @pytest.mark.parametrize(
@@ -56,4 +56,4 @@ def test_a_group_is_given_as_itself_as_a_mapping_or_not_at_all(given: Any, expec
 )
 def test_what_is_no_such_group_is_refused_with_its_fields(given: Any, message: str) -> None:
     with pytest.raises(SetupError, match=message):
-        option_group(Colors, "colors", given)
+        parse_option_group(Colors, "colors", given)

@@ -10,7 +10,7 @@ from lightning_pipe.engine.common.report_table import ReportTable
 
 
 def test_nothing_is_cut_off_in_a_narrow_terminal() -> None:
-    table = ReportTable.with_number_columns("plan", "ms", "95 %")
+    table = ReportTable.create_with_number_columns("plan", "ms", "95 %")
     table.add_row("recsys_fused_sparse_dist_pipeline", "1234.567", "-10.000 .. 12.300")
     console = Console(file=io.StringIO(), width=40, color_system=None)
     console.print(table)

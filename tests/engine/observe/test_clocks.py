@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_pipe.engine.observe.clocks import ClockOffset, measure_offset, to_first_rank
+from lightning_pipe.engine.observe.clocks import ClockOffset, make_clock_converter, measure_offset
 
 BEHIND = 5000.0  # seconds that rank 1's clock is behind rank 0's
 
@@ -64,7 +64,7 @@ def test_ranks_of_one_machine_have_one_clock_however_long_messages_take(there: f
 
 
 def test_a_clock_that_drifts_off_is_put_right_between_two_measurements() -> None:
-    clock = to_first_rank(ClockOffset(100.0, 7.0, 0.0), ClockOffset(200.0, 8.0, 0.0))
+    clock = make_clock_converter(ClockOffset(100.0, 7.0, 0.0), ClockOffset(200.0, 8.0, 0.0))
     assert [clock(moment) for moment in (100.0, 150.0, 200.0)] == pytest.approx([107.0, 157.5, 208.0])
 
 

@@ -32,10 +32,10 @@ def test_the_profiler_shows_tasks_of_every_thread_when_it_is_told_to_profile_all
         pipeline.progress(data)  # the worker is there before the profiler is
         everywhere = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
         with profile(activities=[ProfilerActivity.CPU], experimental_config=everywhere) as found:
-            pipeline.begin(data)
-            pipeline.begin_task("by hand")
-            pipeline.end_task("by hand")
-            pipeline.finish()
+            pipeline.begin_period(data)
+            pipeline.begin_caller_task("by hand")
+            pipeline.end_caller_task("by hand")
+            pipeline.finish_period()
         names = shown(found)
         assert {"on main", "on worker", "by hand"} <= set(names)
         assert names["on worker"].isdisjoint(names["on main"])

@@ -79,9 +79,9 @@ def test_a_task_that_waits_for_work_on_micro_batches_in_other_threads_holds_it()
             partition("backward", 0, 6, 8),
         ]
     )
-    assert [(timeline.bars[position].rank, timeline.bars[position].name) for position in timeline.outer] == [
-        (0, "train")
-    ]
+    assert [
+        (timeline.bars[position].rank, timeline.bars[position].name) for position in timeline.enclosing_bar_positions
+    ] == [(0, "train")]
     # Not the task itself, which would hide what it waited for; nor what was done again in the meantime.
     found = [
         timeline.bars[position] for position in sorted(timeline.critical_path, key=lambda p: timeline.bars[p].start)

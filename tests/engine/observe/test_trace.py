@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning_pipe.engine.observe.trace import Trace
+from lightning_pipe.engine.observe.trace import TraceRecorder
 
 
 def test_a_full_trace_keeps_the_latest_spans() -> None:
-    trace = Trace(max_spans=3)
+    trace = TraceRecorder(max_spans=3)
     for iteration in range(5):
-        trace.end("task", iteration, "main", None, trace.begin())
+        trace.end_span("task", iteration, "main", None, trace.begin_span())
     assert [span.iteration for span in trace.spans()] == [2, 3, 4]
 
 
@@ -30,8 +30,8 @@ class Counts:
 
 def test_spans_have_the_times_of_the_device_where_it_has_a_clock() -> None:
     clock: Any = Counts()
-    trace = Trace(device_clock=clock)
-    outer = trace.begin()
-    trace.end("inner", 0, "w", None, trace.begin())
-    trace.end("outer", 0, "main", None, outer)
+    trace = TraceRecorder(device_clock=clock)
+    outer = trace.begin_span()
+    trace.end_span("inner", 0, "w", None, trace.begin_span())
+    trace.end_span("outer", 0, "main", None, outer)
     assert [(span.device_start, span.device_end) for span in trace.spans()] == [(1010.0, 1020.0), (1000.0, 1030.0)]

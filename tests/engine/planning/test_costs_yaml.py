@@ -9,10 +9,10 @@ import pytest
 from benchmarks.costs_text import dump_costs
 from lightning_pipe.engine import PlanError
 from lightning_pipe.engine.planning.costs import TaskCost
-from lightning_pipe.engine.planning.costs_yaml import CostsFile, load_costs
+from lightning_pipe.engine.planning.costs_yaml import CostsSpec, load_costs
 from lightning_pipe.engine.planning.network import Collective
 
-FULL = CostsFile(
+FULL = CostsSpec(
     {
         "Copy": TaskCost(0.0004, "copy", launch=0.00001),
         "Exchange": TaskCost(0.0001, background=Collective("all_to_all", 2e6), waited_by="Train"),
@@ -42,7 +42,7 @@ def test_only_tasks_are_needed_and_a_number_is_milliseconds() -> None:
         "Send": TaskCost(0.0, background=Collective("all_reduce", 2e6)),
         "Rest": TaskCost(0.0),
     }
-    assert found == CostsFile(found.tasks)
+    assert found == CostsSpec(found.tasks)
     assert not load_costs("tasks: {Train: 5, Send: {background_ms: 2}}").has_messages
 
 

@@ -12,7 +12,7 @@ import pytest
 from lightning_pipe.engine import IterContext, PipelinePlan, PipelineTask, State, TaskSchedule
 from lightning_pipe.engine.planning.costs import Machine, TaskCost
 from lightning_pipe.engine.planning.plan_choice import (
-    choose_plan,
+    choose_measured_plan,
     interquartile_mean,
     max_generated_plans,
     select_survivors,
@@ -72,7 +72,7 @@ def test_input_goes_ahead_in_workers_until_training_is_all_that_is_left() -> Non
     best = propose_plan_variants([serial], costs, Machine(), movable=INPUT, on_workers=INPUT)[0]
     assert simulate(best, costs).seconds_per_iteration == pytest.approx(7e-3)
     # The simplest of those: both in one worker, one batch ahead.
-    assert len(best.thread_groups) == 2
+    assert len(best.thread_group_names) == 2
     assert best.pipeline_depth == 2
 
 
@@ -110,7 +110,7 @@ def test_collectives_of_a_process_group_stay_in_their_thread() -> None:
 def chosen(by_hand: Sequence[Sequence[float]], found: Sequence[Sequence[float]]) -> str:
     """The fastest of plans by what they took: ``hand0``, ``hand1`` ..., ``auto0`` ..."""
     hand = {f"hand{index}": times for index, times in enumerate(by_hand)}
-    return choose_plan({**hand, **{f"auto{index}": times for index, times in enumerate(found)}}, list(hand))
+    return choose_measured_plan({**hand, **{f"auto{index}": times for index, times in enumerate(found)}}, list(hand))
 
 
 def test_the_winner_is_never_slower_than_the_best_hand_written_plan() -> None:
@@ -173,5 +173,5 @@ def test_few_rounds_prove_nothing_and_the_more_plans_the_less() -> None:
 def test_plans_that_have_dropped_out_share_in_the_level_too() -> None:
     hand, winner, loser = {"hand": [1.0] * 5}, {"auto0": [0.5] * 5}, {"auto1": [9.0] * 3}
     # Five of five is enough to take one of one, and not one of two, whichever of them is still measured.
-    assert choose_plan({**hand, **winner}, ["hand"]) == "auto0"
-    assert choose_plan({**hand, **winner, **loser}, ["hand"]) == "hand"
+    assert choose_measured_plan({**hand, **winner}, ["hand"]) == "auto0"
+    assert choose_measured_plan({**hand, **winner, **loser}, ["hand"]) == "hand"

@@ -185,7 +185,7 @@ def test_threads_do_in_the_simulation_what_they_do_in_the_pipeline(data: st.Data
             spans = sorted(pipeline.stop_trace(), key=lambda span: span.start_order)
         return {
             group: [(span.task, span.iteration) for span in spans if span.thread == group]
-            for group in plan.thread_groups
+            for group in plan.thread_group_names
         }
 
     found = within(HANG, real, plan)

@@ -55,7 +55,7 @@ def test_groups_and_streams_are_listed_in_program_order_with_main_first() -> Non
     built = PipelinePlan(
         [(COPY, TaskSchedule(0, "b", "w")), (FORWARD, TaskSchedule(0, "a")), (BACKWARD, TaskSchedule(0, "b", "v"))]
     )
-    assert built.thread_groups == ("main", "w", "v")
+    assert built.thread_group_names == ("main", "w", "v")
     assert built.streams == ("b", "a")
 
 

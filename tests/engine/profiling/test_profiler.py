@@ -160,7 +160,7 @@ def test_what_was_trained_is_put_back_also_after_an_error(clock: Clock) -> None:
     TaskProfiler(pipeline, [0], weight, rounds=2, iterations=2).profile_many()
     assert weight.value == 0
     assert weight.kept >= 1
-    assert (pipeline.shortcuts, pipeline.in_flight) == ((), ())
+    assert (pipeline.replayed_tasks, pipeline.in_flight) == ((), ())
 
     def fail(ctx: IterContext) -> None:
         weight.value += 1
@@ -195,7 +195,7 @@ def test_an_effect_that_is_not_declared_is_noticed(clock: Clock) -> None:
     ):
         of().profile_many()
     declared = DeclaredIO(lambda ctx: shelf[0], lambda ctx, kept: shelf.__setitem__(0, kept))
-    of(declared).check("put")
+    of(declared).check_task_replay("put")
     assert of(declared).profile_many().exposed["put"] == 0.0
 
 
@@ -222,7 +222,7 @@ def test_what_cannot_be_profiled_is_refused(clock: Clock) -> None:
     for ask in (profiler.profile, lambda name: profiler.profile_many([name])):
         with pytest.raises(PlanError, match="no task 'd'; its tasks are a, b, c"):
             ask("d")
-    pipeline.begin(iter([0]))
+    pipeline.begin_period(iter([0]))
     with pytest.raises(PlanError, match="is open"):
         profiler.profile("a")
 
@@ -268,7 +268,7 @@ def test_the_report_has_a_line_for_each_task() -> None:
     ],
 )
 def test_shares_are_said_where_they_are_known(one: TaskProfile, share: str, hidden: str) -> None:
-    assert ProfileResult("plan", 1e-2, {"a": one}, 7, 10).cells(one) == (share, hidden)
+    assert ProfileResult("plan", 1e-2, {"a": one}, 7, 10).format_share_cells(one) == (share, hidden)
 
 
 def test_tasks_are_ranked_by_the_least_that_they_cost() -> None:

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lightning_pipe.engine.ranks.batch_status import BatchStatusExchange, Collected
+from lightning_pipe.engine.ranks.batch_status import BatchStatusExchange, ReducedBatchStatus
 from tests.distributed import run_ranks
 
 ROUNDS = 20
 
 
-def many_rounds(rank: int, size: int) -> tuple[list[Collected], Collected]:
+def many_rounds(rank: int, size: int) -> tuple[list[ReducedBatchStatus], ReducedBatchStatus]:
     statuses = BatchStatusExchange()
     heard = []
     for index in range(ROUNDS):
@@ -53,18 +53,18 @@ class Message:
         self.received: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(self.received, status)
 
-    def statuses(self) -> list[Sequence[int]]:
+    def wait_batch_statuses(self) -> list[Sequence[int]]:
         return self.received
 
 
-def in_messages(rank: int, size: int) -> tuple[list[Collected], list[bool], list[bool]]:
+def in_messages(rank: int, size: int) -> tuple[list[ReducedBatchStatus], list[bool], list[bool]]:
     """Statuses of rounds, whether each traveled in a message, and what another thread and another group were given."""
     statuses, collected, traveled, refused = BatchStatusExchange(), [], [], []
     world: Any = dist.group.WORLD
     part: Any = dist.new_group([0, 1])
 
     def offer() -> None:
-        refused.append(statuses.take(world) is None)
+        refused.append(statuses.take_status_to_send(world) is None)
 
     for index in range(ROUNDS):
         statuses.post(index * (rank - 1), rank == index % (2 * size))
@@ -72,11 +72,11 @@ def in_messages(rank: int, size: int) -> tuple[list[Collected], list[bool], list
         thread.start()
         thread.join()
         if rank in (0, 1):
-            refused.append(statuses.take(part) is None)
+            refused.append(statuses.take_status_to_send(part) is None)
         # Now and then a round has no message.
-        status = statuses.take(world) if index % 5 else None
+        status = statuses.take_status_to_send(world) if index % 5 else None
         if status is not None:
-            statuses.travels_in(Message(status))
+            statuses.set_carrying_message(Message(status))
         traveled.append(status is not None)
         collected.append(statuses.collect())
     statuses.close()
@@ -95,6 +95,6 @@ def test_all_hear_the_least_the_greatest_and_the_flag_of_every_round_in_groups_t
         # After a round without a message, the next status does not wait for one.
         assert messages[1] == [index % 5 > 1 for index in range(ROUNDS)]
         assert all(messages[2])
-        assert heard == [Collected(-index, index, index % (2 * size) < size) for index in range(ROUNDS)]
-        assert last == Collected(0, size - 1, False)
+        assert heard == [ReducedBatchStatus(-index, index, index % (2 * size) < size) for index in range(ROUNDS)]
+        assert last == ReducedBatchStatus(0, size - 1, False)
         assert groups == (True, [2, 3], 0)

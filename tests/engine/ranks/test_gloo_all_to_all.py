@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_pipe.engine.ranks import object_collectives
-from lightning_pipe.engine.ranks.gloo_all_to_all import benefits_from_full_duplex_all_to_all, wrap_full_duplex
+from lightning_pipe.engine.ranks.gloo_all_to_all import benefits_from_full_duplex_all_to_all, wrap_full_duplex_group
 from lightning_pipe.engine.ranks.process_groups import new_group
 from tests.distributed import run_ranks, with_detailed_debugging
 
@@ -35,7 +35,7 @@ def _exchanged(group: dist.ProcessGroup, tensor: Tensor, sent: list[int], receiv
 def compared(rank: int, world_size: int) -> list[bool]:
     _apart(rank)
     plain = new_group()
-    group = wrap_full_duplex(plain)
+    group = wrap_full_duplex_group(plain)
     assert group is not plain
     equal = []
     for seed in range(20):
@@ -60,7 +60,7 @@ def test_they_move_what_gloos_do() -> None:
 
 def several(rank: int, world_size: int) -> None:
     _apart(rank)
-    group = wrap_full_duplex(new_group())
+    group = wrap_full_duplex_group(new_group())
     sizes = [100_000, 1, 0, 5000]
     sent = [torch.full((2 * size,), 10 * rank + index) for index, size in enumerate(sizes)]
     received = [torch.empty(2 * size, dtype=torch.int64) for size in sizes]
@@ -97,7 +97,7 @@ class Waited:
 def waits_of_abandoned(rank: int, world_size: int) -> tuple[int, list[bool]]:
     """Messages of exchanges that nobody waits for, and for each wait whether their memory was there."""
     _apart(rank)
-    group = wrap_full_duplex(new_group())
+    group = wrap_full_duplex_group(new_group())
     sent = torch.zeros(2 * world_size)
     for _ in range(3):
         dist.all_to_all_single(torch.empty_like(sent), sent.clone(), group=group, async_op=True)
@@ -118,9 +118,9 @@ def test_those_that_nobody_waits_for_have_ended_before_their_memory_is_freed() -
 
 def where(rank: int, world_size: int) -> list[bool]:
     group = new_group()
-    found = [benefits_from_full_duplex_all_to_all(group), wrap_full_duplex(group) is not group]
+    found = [benefits_from_full_duplex_all_to_all(group), wrap_full_duplex_group(group) is not group]
     object_collectives.host_id = lambda: (f"machine {rank // 2}", 0)
-    found += [benefits_from_full_duplex_all_to_all(group), wrap_full_duplex(group) is not group]
+    found += [benefits_from_full_duplex_all_to_all(group), wrap_full_duplex_group(group) is not group]
     return found
 
 
@@ -134,7 +134,7 @@ def test_processes_of_one_machine_keep_gloos(tmp_path: Path) -> None:
 def left(rank: int, world_size: int) -> str:
     _apart(rank)
     plain = new_group()
-    group = wrap_full_duplex(plain)
+    group = wrap_full_duplex_group(plain)
     if rank == 1:
         dist.destroy_process_group(plain)
         return ""

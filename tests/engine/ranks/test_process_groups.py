@@ -8,13 +8,13 @@ import torch
 import torch.distributed as dist
 
 from lightning_pipe._compat.torch import group_timeout
-from lightning_pipe.engine.ranks.process_groups import new_group, use_default_timeout
+from lightning_pipe.engine.ranks.process_groups import inherit_default_group_timeout, new_group
 from tests.distributed import run_ranks
 from tests.patience import HANG
 
 
 def made(rank: int, world_size: int) -> tuple[int, list[timedelta]]:
-    with use_default_timeout():
+    with inherit_default_group_timeout():
         of_others = dist.new_group()
     asked = new_group(timeout=timedelta(seconds=HANG - 1))
     total = torch.tensor(rank + 1)

@@ -89,7 +89,7 @@ def test_a_period_runs_each_task_for_the_iteration_its_stage_is_ahead() -> None:
 
 def test_fetching_from_empty_data_stops_at_once() -> None:
     with SWPipeline(make_plan([])) as pipeline:
-        for call in (pipeline.fill_pipeline, pipeline.begin, pipeline.begin_serial, pipeline.progress):
+        for call in (pipeline.fill_pipeline, pipeline.begin_period, pipeline.begin_serial_period, pipeline.progress):
             with pytest.raises(StopIteration):
                 call(iter(()))
         assert train(pipeline, iter([7])) == [7]
@@ -124,7 +124,7 @@ def test_abandoned_batches_are_not_trained_and_the_pipeline_goes_on(workers: boo
         assert pipeline.abandon() == 2
         assert pipeline.in_flight == ()
         assert pipeline.abandon() == 0
-        assert pipeline.begin(data).batch == "d"
+        assert pipeline.begin_period(data).batch == "d"
         pipeline.run_until("forward")
         assert pipeline.abandon() == 3
         assert train(pipeline, data) == ["g", "h"]
@@ -135,16 +135,16 @@ def test_serial_iterations_run_in_the_calling_thread_in_serial_order(workers: bo
     log: Log = []
     with SWPipeline(make_plan(log, workers=workers)) as pipeline:
         data = iter("abcdef")
-        assert pipeline.begin_serial(data).batch == "a"
+        assert pipeline.begin_serial_period(data).batch == "a"
         pipeline.run_until("input")
         assert log == [("copy", 0), ("input", 0)]
-        assert pipeline.finish().iter_idx == 0
+        assert pipeline.finish_period().iter_idx == 0
         assert pipeline.run_one_serial_iter("s").iter_idx == 1
         assert pipeline.run_one_serial_iter("t", idx=10).iter_idx == 10
         ctx = pipeline.progress(data)
         assert (ctx.batch, ctx.iter_idx) == ("b", 11)
         with pytest.raises(PlanError, match=r"2 batches in flight.*call drain\(\) first"):
-            pipeline.begin_serial(data)
+            pipeline.begin_serial_period(data)
         with pytest.raises(PlanError, match="2 batches in flight"):
             pipeline.run_one_serial_iter("u")
         pipeline.drain()
@@ -187,13 +187,13 @@ def test_running_until_a_task_runs_all_before_it_and_nothing_twice(workers: bool
     log: Log = []
     with SWPipeline(make_plan(log, workers=workers, ahead=0)) as pipeline:
         data = iter(range(2))
-        assert pipeline.begin(data).iter_idx == 0
+        assert pipeline.begin_period(data).iter_idx == 0
         pipeline.run_until("forward")
         assert log == [("copy", 0), ("input", 0), ("forward", 0)]
         pipeline.run_until("copy")
         pipeline.run_until("forward")
         assert len(log) == 3
-        assert pipeline.finish().iter_idx == 0
+        assert pipeline.finish_period().iter_idx == 0
         assert log[3:] == [("step", 0)]
 
 
@@ -201,13 +201,13 @@ def test_a_task_that_the_caller_runs_is_not_run_by_the_engine(workers: bool) -> 
     log: Log = []
     with SWPipeline(make_plan(log, workers=workers, ahead=0)) as pipeline:
         pipeline.start_trace()
-        pipeline.begin(iter([0]))
-        ctx = pipeline.begin_task("forward")
+        pipeline.begin_period(iter([0]))
+        ctx = pipeline.begin_caller_task("forward")
         assert log == [("copy", 0), ("input", 0)]
         assert ctx.input == 0
         ctx.forward = "by hand"
-        pipeline.end_task("forward")
-        pipeline.finish()
+        pipeline.end_caller_task("forward")
+        pipeline.finish_period()
         assert log == [("copy", 0), ("input", 0), ("step", 0)]
         spans = {span.task: span for span in pipeline.stop_trace()}
         assert spans["input"].end_order < spans["forward"].start_order < spans["step"].start_order
@@ -230,10 +230,10 @@ def test_a_task_that_the_caller_begins_waits_for_the_worker_it_depends_on() -> N
     def run() -> int:
         with SWPipeline(plan) as pipeline:
             pipeline.start_trace()
-            pipeline.begin(iter([0]))
-            pipeline.begin_task("mine")
-            pipeline.end_task("mine")
-            pipeline.finish()
+            pipeline.begin_period(iter([0]))
+            pipeline.begin_caller_task("mine")
+            pipeline.end_caller_task("mine")
+            pipeline.finish_period()
             spans = {span.task: span for span in pipeline.stop_trace()}
             assert spans["w"].end_order < spans["mine"].start_order
             return len(spans)
@@ -251,9 +251,9 @@ def test_a_task_that_the_caller_begins_waits_for_the_worker_it_depends_on() -> N
 )
 def test_a_task_that_needs_the_engine_cannot_be_run_by_the_caller(where: TaskSchedule) -> None:
     with SWPipeline(PipelinePlan([(PipelineTask("a", lambda ctx: None), where)])) as pipeline:
-        pipeline.begin(iter(range(3)))
+        pipeline.begin_period(iter(range(3)))
         with pytest.raises(PlanError, match=r"task 'a' is scheduled as .* can be run by the caller"):
-            pipeline.begin_task("a")
+            pipeline.begin_caller_task("a")
 
 
 def two_in_turn(log: list[str]) -> PipelinePlan:
@@ -270,11 +270,11 @@ def test_a_globally_ordered_task_of_the_caller_holds_its_turn_until_it_ends() ->
     def run() -> None:
         with SWPipeline(two_in_turn(log)) as pipeline:
             for iteration in range(3):
-                pipeline.begin(iter([0]))
-                pipeline.begin_task("mine")
+                pipeline.begin_period(iter([0]))
+                pipeline.begin_caller_task("mine")
                 log.append(f"mine {iteration}")
-                pipeline.end_task("mine")
-                pipeline.finish()
+                pipeline.end_caller_task("mine")
+                pipeline.finish_period()
 
     within(HANG, run)
     assert log == [f"{who} {iteration}" for iteration in range(3) for who in ("mine", "w")]
@@ -295,22 +295,22 @@ def test_waiting_for_a_task_that_ran_ahead_in_a_worker() -> None:
 
     def run() -> None:
         with SWPipeline(plan) as pipeline:
-            pipeline.begin(iter(range(3)))
+            pipeline.begin_period(iter(range(3)))
             assert copied == []
             free.set()
             pipeline.wait_for("copy")
             assert copied[0] == 0
-            pipeline.finish()
+            pipeline.finish_period()
 
     within(HANG, run)
 
 
 def test_a_task_that_was_not_submitted_cannot_be_waited_for() -> None:
     with SWPipeline(two_in_turn([])) as pipeline:
-        pipeline.begin(iter(range(3)))
+        pipeline.begin_period(iter(range(3)))
         with pytest.raises(PlanError, match=r"task 'w' of iteration 0 has not been submitted yet; call run_until"):
             pipeline.wait_for("w")
-        pipeline.finish()
+        pipeline.finish_period()
         with pytest.raises(PlanError, match="no period is open"):
             pipeline.wait_for("w")
 
@@ -323,32 +323,34 @@ def test_calls_that_do_not_fit_the_state_of_the_period_are_refused() -> None:
         data = iter(range(9))
         with pytest.raises(PlanError, match=r"no period is open; call begin\(data_iter\) first"):
             pipeline.run_until("step")
-        pipeline.begin(data)
+        pipeline.begin_period(data)
         with pytest.raises(PlanError, match=r"period of iteration 0 is open; call finish\(\)"):
             pipeline.progress(data)
-        assert pipeline.finish().iter_idx == 0
+        assert pipeline.finish_period().iter_idx == 0
         assert pipeline.progress(data).iter_idx == 1
 
 
 def test_a_task_begun_must_be_ended_before_anything_else() -> None:
     with SWPipeline(make_plan([])) as pipeline:
-        pipeline.begin(iter(range(9)))
+        pipeline.begin_period(iter(range(9)))
         with pytest.raises(PlanError, match="'step' was not begun"):
-            pipeline.end_task("step")
-        pipeline.begin_task("forward")
+            pipeline.end_caller_task("step")
+        pipeline.begin_caller_task("forward")
         for call in (
             lambda: pipeline.run_until("step"),
-            lambda: pipeline.begin_task("forward"),
-            lambda: pipeline.finish(),
+            lambda: pipeline.begin_caller_task("forward"),
+            lambda: pipeline.finish_period(),
         ):
-            with pytest.raises(PlanError, match=r"task 'forward' of iteration 0 has begun; call end_task\('forward'\)"):
+            with pytest.raises(
+                PlanError, match=r"task 'forward' of iteration 0 has begun; call end_caller_task\('forward'\)"
+            ):
                 call()
         with pytest.raises(PlanError, match="'step' was not begun"):
-            pipeline.end_task("step")
-        pipeline.end_task("forward")
+            pipeline.end_caller_task("step")
+        pipeline.end_caller_task("forward")
         with pytest.raises(PlanError, match="task 'forward' of iteration 0 has run already"):
-            pipeline.begin_task("forward")
-        assert pipeline.finish().iter_idx == 0
+            pipeline.begin_caller_task("forward")
+        assert pipeline.finish_period().iter_idx == 0
 
 
 # ---------------------------------------------------------------------- trace and end
@@ -356,7 +358,7 @@ def test_a_task_begun_must_be_ended_before_anything_else() -> None:
 
 def test_no_thread_outlives_close_and_a_closed_pipeline_says_so() -> None:
     pipeline = SWPipeline(make_plan([], workers=True))
-    pipeline.begin(iter(range(9)))
+    pipeline.begin_period(iter(range(9)))
     pipeline.close()
     pipeline.close()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("lightning_pipe-")]
@@ -364,7 +366,7 @@ def test_no_thread_outlives_close_and_a_closed_pipeline_says_so() -> None:
     with pytest.raises(PlanError, match="pipeline 'plan' is closed; build a new one"):
         pipeline.progress(iter([1]))
     with pytest.raises(PlanError, match="pipeline 'plan' is closed"):
-        pipeline.finish()
+        pipeline.finish_period()
 
 
 def test_a_pipeline_that_is_forgotten_leaves_no_thread() -> None:

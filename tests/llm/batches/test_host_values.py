@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_pipe.llm.batches.host_values import RecordedCopies, values_on_host
+from lightning_pipe.llm.batches.host_values import HostSourceTracker, values_on_host
 from tests.engine.device_tensors import watched
 
 CUDA = torch.device("cuda")
@@ -22,7 +22,7 @@ def to_device(tensor: Tensor) -> Tensor:
 def test_copies_stand_for_their_sources_and_other_values_stay() -> None:
     with watched() as accelerator:
         (source,) = accelerator.on_host([{"ids": torch.arange(4), "rate": 0.5}])
-        copies = RecordedCopies()
+        copies = HostSourceTracker()
         with copies:
             there = {"ids": to_device(source["ids"]), "rate": 0.5}
         found = values_on_host([there, there], copies)
@@ -44,7 +44,7 @@ CHANGES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 def test_tensors_that_are_no_copies_are_copied_back_with_one_wait(how: str) -> None:
     with watched() as accelerator:
         (source,) = accelerator.on_host([{"ids": torch.arange(4), "labels": torch.arange(4)}])
-        copies = RecordedCopies()
+        copies = HostSourceTracker()
         with copies:
             there: dict[str, Any] = {key: CHANGES[how](value, to_device(value)) for key, value in source.items()}
         expected = {key: value.tolist() for key, value in there.items()}
@@ -58,7 +58,7 @@ def test_tensors_that_are_no_copies_are_copied_back_with_one_wait(how: str) -> N
 def test_tensors_of_inference_mode_whose_changes_are_not_counted_are_copied_back() -> None:
     with watched() as accelerator, torch.inference_mode():
         (source,) = accelerator.on_host([{"ids": torch.arange(4)}])
-        copies = RecordedCopies()
+        copies = HostSourceTracker()
         with copies:
             there = {"ids": to_device(source["ids"])}
         there["ids"] += 1

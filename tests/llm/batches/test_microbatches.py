@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_pipe.engine.common.errors import InputError
-from lightning_pipe.llm.batches.microbatches import count_tokens, split_batch
+from lightning_pipe.llm.batches.microbatches import count_loss_tokens, split_batch
 from lightning_pipe.llm.batches.padding import PadValues
 
 
@@ -54,7 +54,7 @@ def test_added_rows_are_copies_of_the_last_have_no_labels_and_are_trimmed(rows: 
     assert len(sizes) == 1
     assert sizes.pop() * num_microbatches == rows + micro_batches.padded_rows
     assert micro_batches.padded_rows < num_microbatches
-    assert sum(count_tokens(item["labels"]) for item in micro_batches.items) == count_tokens(batch["labels"])
+    assert sum(count_loss_tokens(item["labels"]) for item in micro_batches.items) == count_loss_tokens(batch["labels"])
     whole = torch.cat([item["input_ids"] for item in micro_batches.items])
     assert (whole[rows:] == batch["input_ids"][-1]).all()
     for key in ("input_ids", "labels", "mask", "weight"):
@@ -185,7 +185,7 @@ def test_a_short_list_is_filled_with_its_last_micro_batch_without_labels() -> No
     batch = (packed(2, 5), packed(4))
     micro_batches = split_batch(batch, 4)
     assert (micro_batches.rows, micro_batches.padded_rows) == (2, 2)
-    assert [count_tokens(item["labels"]) for item in micro_batches.items] == [5, 4, 0, 0]
+    assert [count_loss_tokens(item["labels"]) for item in micro_batches.items] == [5, 4, 0, 0]
     assert torch.equal(micro_batches.items[3]["cu_seq_lens_q"], batch[1]["cu_seq_lens_q"])
     outputs = [torch.full((1, 2), float(index)) for index in range(4)]
     assert micro_batches.merge_outputs(outputs).tolist() == [[0, 0], [1, 1]]

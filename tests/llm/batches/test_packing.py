@@ -13,7 +13,7 @@ from torch import Tensor
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_pipe.engine.common.errors import InputError, SetupError
-from lightning_pipe.llm.batches.packing import PackedDocuments, assign_documents_to_rows, split_into_packed_rows
+from lightning_pipe.llm.batches.packing import PackedDocuments, assign_documents_to_rows, split_packed_batch_by_row
 from tests.tiers import sampled
 
 LENGTH = 16
@@ -121,7 +121,7 @@ def test_each_epoch_has_another_order_and_an_abandoned_one_is_followed_by_a_whol
 
 def test_rows_as_micro_batches_have_the_boundaries_of_their_documents() -> None:
     batch = next(iter(PackedDocuments(documents([5, 9, 12]), LENGTH, 2, method="sequential")))
-    first, second = split_into_packed_rows(batch)
+    first, second = split_packed_batch_by_row(batch)
     assert first["cu_seq_lens_q"].tolist() == first["cu_seq_lens_k"].tolist() == [0, 5, 16]
     assert (first["max_length_q"], second["max_length_k"]) == (11, 16)
     assert second["cu_seq_lens_q"].tolist() == [0, 16]

@@ -11,22 +11,22 @@ from lightning_pipe.llm.choice.schedule_choice import (
     Measurements,
     ScheduleCandidate,
     SchedulePrediction,
-    calibrate,
+    fit_calibration_to_real_steps,
     list_candidates,
     microbatch_counts,
     predict_schedule,
     select_finalists,
     stage_durations,
 )
-from lightning_pipe.llm.measure.layer_bench import PieceResults
+from lightning_pipe.llm.measure.layer_bench import ModelPieceResults
 from lightning_pipe.llm.measure.layer_profile import LayerWork
 from lightning_pipe.llm.measure.links import Link
-from lightning_pipe.llm.model.module_config import ModuleConfig
+from lightning_pipe.llm.model.module_config import PPModuleConfig
 from lightning_pipe.llm.schedules.simulation import KINDS, list_compute_actions
 from lightning_pipe.llm.schedules.specs import SCHEDULES
 from tests.llm.measure.test_rank_memory import STATES, footprint
 
-CONFIG = ModuleConfig(4, "layers", ("embedding",), ("head",))
+CONFIG = PPModuleConfig(4, "layers", ("embedding",), ("head",))
 NOTHING, LAYER = LayerWork(0.0, 0.0, 0.0, 0.0), LayerWork(1.0, 2.0, 1.0, 1.0)
 
 
@@ -44,11 +44,11 @@ def measured(
     bare = footprint(output=hidden)
     return Measurements(
         {
-            count: PieceResults(NOTHING, NOTHING, tuple(share(one, count) for one in layers), NOTHING)
+            count: ModelPieceResults(NOTHING, NOTHING, tuple(share(one, count) for one in layers), NOTHING)
             for count in counts
         },
         {
-            count: PieceResults(bare, bare, (footprint(after_forward=100 // count, output=hidden),) * 4, bare)
+            count: ModelPieceResults(bare, bare, (footprint(after_forward=100 // count, output=hidden),) * 4, bare)
             for count in counts
         },
         STATES,
@@ -104,7 +104,7 @@ def test_layers_are_dealt_out_by_time_and_evenly_and_by_memory_where_that_is_sca
         one.layers_per_stage for one in list_candidates(CONFIG, 2, known, by_memory=False) if one.spec.name == "1f1b"
     }
     assert splits == {(3, 1), (2, 2)}
-    heavy = Measurements(known.work, known.footprints, PieceResults(0, 10**6, (0,) * 4, 0))
+    heavy = Measurements(known.work, known.footprints, ModelPieceResults(0, 10**6, (0,) * 4, 0))
     splits = {
         one.layers_per_stage for one in list_candidates(CONFIG, 2, heavy, by_memory=True) if one.spec.name == "1f1b"
     }
@@ -116,7 +116,7 @@ def test_layers_are_dealt_out_by_time_and_evenly_and_by_memory_where_that_is_sca
 
 def test_stages_take_what_their_layers_take_beyond_a_stage_without_any() -> None:
     base, layer = LayerWork(0.5, 0.25, 0.125, 0.125), LayerWork(1.5, 2.25, 1.125, 1.125)
-    found = stage_durations(PieceResults(base, LayerWork(0.75, 0.5, 0.0, 0.5), (layer,) * 2, base), (1, 1))
+    found = stage_durations(ModelPieceResults(base, LayerWork(0.75, 0.5, 0.0, 0.5), (layer,) * 2, base), (1, 1))
     assert found[0, "forward"] == 0.5 + 0.25 + 1.0
     assert (found[1, "forward"], found[1, "input_backward"], found[1, "weight_backward"]) == (1.5, 1.125, 1.125)
     # The first stage's inputs are data.
@@ -159,7 +159,7 @@ def test_what_a_real_step_shows_is_found_again() -> None:
             events.append(noted)
         longest = max(row[-1].end - row[0].start for row in events)
         runs.append((one, events, longest + 2.0))
-    found = calibrate(runs, 2, known)
+    found = fit_calibration_to_real_steps(runs, 2, known)
     assert found.scales == pytest.approx(scales)
     assert found.step_overhead == pytest.approx(2.0)
     assert 0.4 < found.overhead < 0.5  # there is no gap before the first action

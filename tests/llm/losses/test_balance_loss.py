@@ -27,7 +27,11 @@ def layers() -> list[Tensor]:
 
 def sums(logits: list[Tensor], counted: Tensor | None) -> Tensor:
     """As two stages compute them, of one layer and of the others."""
-    return LOSS.add(LOSS.add(LOSS.zeros(torch.device("cpu")), logits[:1], counted), logits[1:], counted)
+    return LOSS.add_router_logits_to_sums(
+        LOSS.add_router_logits_to_sums(LOSS.create_zero_sums(torch.device("cpu")), logits[:1], counted),
+        logits[1:],
+        counted,
+    )
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -52,12 +56,12 @@ def test_a_micro_batch_without_tokens_has_no_loss() -> None:
 
 
 def test_sums_have_a_gradient_also_where_no_router_is() -> None:
-    zeros = LOSS.zeros(torch.device("cpu"))
-    passed = LOSS.add(zeros, [], None)
+    zeros = LOSS.create_zero_sums(torch.device("cpu"))
+    passed = LOSS.add_router_logits_to_sums(zeros, [], None)
     assert passed.requires_grad
     assert passed is not zeros  # a stage's output is not its input
     with torch.no_grad():
-        assert not LOSS.zeros(torch.device("cpu")).requires_grad
+        assert not LOSS.create_zero_sums(torch.device("cpu")).requires_grad
 
 
 def model_of(family: str, **given: Any) -> nn.Module:
@@ -77,7 +81,8 @@ def test_a_config_enables_it() -> None:
 
 def test_a_loss_of_another_kind_is_refused() -> None:
     with pytest.raises(
-        SetupError, match=r"router loss of DogeForCausalLM is not .*load_balancing_loss_func.*add_router_losses"
+        SetupError,
+        match=r"router loss of DogeForCausalLM is not .*load_balancing_loss_func.*register_router_loss_hooks",
     ):
         BalanceLoss.from_model(model_of("doge", output_router_logits=True, router_aux_loss_coef=0.3))
 

@@ -12,19 +12,19 @@ from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from lightning_pipe.engine import SetupError
-from lightning_pipe.llm.measure.layer_bench import PieceResults
+from lightning_pipe.llm.measure.layer_bench import ModelPieceResults
 from lightning_pipe.llm.measure.layer_costs import measure_costs
 from lightning_pipe.llm.measure.layer_profile import Footprint, LayerWork, measure_footprints, measure_layer_times
 from lightning_pipe.llm.measure.live_bytes import LiveBytes
 from lightning_pipe.llm.model.activation_checkpoint import apply_activation_checkpoint
 from lightning_pipe.llm.model.meta_tensors import parameters_on_meta
-from lightning_pipe.llm.model.module_config import ModuleConfig
+from lightning_pipe.llm.model.module_config import PPModuleConfig
 from lightning_pipe.llm.model.stage_module import StageModule, make_stage, shallow_copy
 from tests.distributed import run_ranks
 
 WIDTH, VOCABULARY, ROWS, LENGTH = 8, 11, 2, 5
 HIDDEN = ROWS * LENGTH * WIDTH * 4  # bytes
-CONFIG = ModuleConfig(2, "layers", ("embedding",), ("head",))
+CONFIG = PPModuleConfig(2, "layers", ("embedding",), ("head",))
 
 
 class Clock:
@@ -122,7 +122,7 @@ def loss_of(output: Tensor, part: nn.Module) -> Tensor:
     return output.square().sum()
 
 
-def footprints(model: nn.Module, **options: Any) -> PieceResults[Footprint]:
+def footprints(model: nn.Module, **options: Any) -> ModelPieceResults[Footprint]:
     return measure_footprints(model, CONFIG, (ids(),), {}, loss_of, **options)
 
 
@@ -219,7 +219,7 @@ class Measured:
     def __init__(self, mode: Literal["full", "selective"] | None) -> None:
         self.stage = make_stage(shallow_copy(Plain()), CONFIG, ["layers.0"], 1, 3).train()
         if mode is not None:
-            apply_activation_checkpoint(self.stage, CONFIG.layers, mode)
+            apply_activation_checkpoint(self.stage, CONFIG.layer_fqns, mode)
         for one in self.stage.parameters():
             one.grad = torch.zeros_like(one)
 
@@ -250,7 +250,7 @@ class Measured:
 def test_bytes_without_memory_are_those_of_a_real_run(mode: Literal["full", "selective"] | None) -> None:
     def prepare(stage: StageModule) -> None:
         if mode is not None:
-            apply_activation_checkpoint(stage, CONFIG.layers, mode)
+            apply_activation_checkpoint(stage, CONFIG.layer_fqns, mode)
 
     (found, _) = footprints(Plain(), prepare=prepare).layers
     real = Measured(mode)
@@ -263,7 +263,7 @@ def test_layers_that_are_computed_again_keep_less_and_differ_from_those_that_are
     model.layers[1]._buffers.clear()  # so that they are alike in all else
     found = footprints(
         model,
-        prepare=lambda stage: apply_activation_checkpoint(stage, CONFIG.layers, "full", 2),
+        prepare=lambda stage: apply_activation_checkpoint(stage, CONFIG.layer_fqns, "full", 2),
         varies=lambda index: index % 2,
     )
     again, not_again = found.layers
@@ -302,7 +302,7 @@ def test_a_model_that_asks_for_values_gets_some() -> None:
 # ---------------------------------------------------------------------- one number a layer
 
 
-def costs(model: nn.Module, **options: Any) -> PieceResults[float]:
+def costs(model: nn.Module, **options: Any) -> ModelPieceResults[float]:
     return measure_costs(model, CONFIG, (ids(),), {}, loss_of, clock=CLOCK, **options)
 
 
@@ -335,7 +335,7 @@ def fails(output: Tensor, part: nn.Module) -> Tensor:
     raise KeyError("labels")
 
 
-def two_ranks(rank: int, world: int) -> tuple[PieceResults[float], str]:
+def two_ranks(rank: int, world: int) -> tuple[ModelPieceResults[float], str]:
     model = Timed()
     if rank == 1:
         model.layers.append(Slow())  # what the other ranks would measure does not matter

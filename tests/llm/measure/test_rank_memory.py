@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lightning_pipe.llm.measure.layer_bench import PieceResults
+from lightning_pipe.llm.measure.layer_bench import ModelPieceResults
 from lightning_pipe.llm.measure.layer_profile import Footprint, LayerWork
 from lightning_pipe.llm.measure.rank_memory import RankMemory, ShardCounts, estimate_memory
 from lightning_pipe.llm.schedules.simulation import list_compute_actions
@@ -23,12 +23,12 @@ def footprint(**bytes_of: int) -> Footprint:
 
 LAYER = footprint(parameters=1000, gradients=1000, output=1, after_forward=100, after_input_backward=160,
                   in_forward=130, in_backward=40, in_input_backward=70, in_weight_backward=20)  # fmt: skip
-PIECES = PieceResults(
+PIECES = ModelPieceResults(
     footprint(output=1), footprint(parameters=500, gradients=500, output=1), (LAYER,) * 4, footprint()
 )
 
 
-STATES = PieceResults(0, 7, (2000,) * 4, 9)
+STATES = ModelPieceResults(0, 7, (2000,) * 4, 9)
 
 
 def memory_of(

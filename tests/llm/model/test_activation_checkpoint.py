@@ -19,7 +19,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_pipe.engine.common.errors import SetupError
-from lightning_pipe.llm.model.activation_checkpoint import ActivationCheckpoint, _policy, apply_activation_checkpoint
+from lightning_pipe.llm.model.activation_checkpoint import (
+    ActivationCheckpoint,
+    _decide_save_or_recompute,
+    apply_activation_checkpoint,
+)
 from lightning_pipe.llm.model.stage_module import StageModule, make_stage, shallow_copy
 from tests.distributed import run_ranks
 from tests.llm.stage_cases import (
@@ -55,7 +59,7 @@ def run(stage: StageModule, around: AbstractContextManager[Any] | None = None) -
 
 def checkpointed(mode: Any = "full", every: int = 1, dropout: float = 0.3) -> StageModule:
     stage = whole_stage(dropout)
-    apply_activation_checkpoint(stage, CONFIG.layers, mode, every)
+    apply_activation_checkpoint(stage, CONFIG.layer_fqns, mode, every)
     return stage
 
 
@@ -85,7 +89,7 @@ def test_only_layers_whose_index_is_a_multiple_are_computed_again(mode: Any) -> 
 
 def test_which_layers_are_computed_again_does_not_depend_on_the_split() -> None:
     last = make_stage(make_model(), CONFIG, ["layers.1", "layers.2", "layers.3", "head"], 1, 2)
-    apply_activation_checkpoint(last, CONFIG.layers, "full", every_n_layers=3)
+    apply_activation_checkpoint(last, CONFIG.layer_fqns, "full", every_n_layers=3)
     hidden = torch.rand(2, 3, 8, requires_grad=True)
     last(hidden, factor=torch.rand(3)).sum().backward()
     assert [layer.forwards for layer in layers_of(last)] == [1, 1, 2]
@@ -233,9 +237,9 @@ def test_attention_that_drops_out_is_computed_again_and_so_draws_its_numbers_aga
     # Directly, since no such kernel runs on a CPU.
     attention = torch.ops.aten._scaled_dot_product_flash_attention.default
     query = torch.rand(1, 1, 2, 4)
-    assert _policy(None, attention, query, query, query).name == "MUST_SAVE"
-    assert _policy(None, attention, query, query, query, 0.1).name == "PREFER_RECOMPUTE"
-    assert _policy(None, attention, query, query, query, dropout_p=0.1).name == "PREFER_RECOMPUTE"
+    assert _decide_save_or_recompute(None, attention, query, query, query).name == "MUST_SAVE"
+    assert _decide_save_or_recompute(None, attention, query, query, query, 0.1).name == "PREFER_RECOMPUTE"
+    assert _decide_save_or_recompute(None, attention, query, query, query, dropout_p=0.1).name == "PREFER_RECOMPUTE"
 
 
 class Changing(nn.Module):
@@ -303,7 +307,7 @@ def run_schedules(rank: int, world_size: int, cases: list[Any]) -> dict[Any, Any
     for schedule, mode, sharded in cases:
         if schedule not in plain:
             plain[schedule], _ = train_stages(rank, schedule)
-        prepare = functools.partial(apply_activation_checkpoint, layers=CONFIG.layers, mode=mode)
+        prepare = functools.partial(apply_activation_checkpoint, layers=CONFIG.layer_fqns, mode=mode)
         mine, stages = train_stages(rank, schedule, prepare, sharded=sharded)
         found[schedule, mode, sharded] = {
             "wrong": unequal(mine, plain[schedule]),

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import Pipe, PipelineStage, SplitPoint, pipeline
 
 from lightning_pipe.engine import InputError, SetupError
-from lightning_pipe.llm.model.built_stages import BuiltStages
+from lightning_pipe.llm.model.built_stages import HandBuiltStages
 from lightning_pipe.llm.model.meta_tensors import parameters_on_meta
 from tests.distributed import run_ranks
 from tests.rounding import Reference
@@ -238,14 +238,14 @@ def test_fewer_stages_than_the_schedule_has_are_refused_on_every_rank(ranks: lis
 
 
 def test_a_pipe_refuses_other_sizes_than_its_traces() -> None:
-    stages = BuiltStages(pipe(count=2))
+    stages = HandBuiltStages(pipe(count=2))
     with pytest.raises(InputError, match=rf"has the shape \({ROWS + 1}, {LENGTH}\), and the Pipe was traced with"):
         stages(torch.zeros(ROWS + 1, LENGTH, dtype=torch.long))
 
 
 def test_a_pipe_whose_stages_skip_is_refused() -> None:
     with pytest.raises(SetupError, match=r"submod_pp_1 of the Pipe uses getitem; .* build its stages by hand"):
-        BuiltStages(pipe(skips=True, count=3))
-    several = BuiltStages(pipe(skips=True, count=2))
+        HandBuiltStages(pipe(skips=True, count=3))
+    several = HandBuiltStages(pipe(skips=True, count=2))
     ids = torch.zeros(ROWS, LENGTH, dtype=torch.long)
     assert several(ids).shape == (ROWS, LENGTH, VOCABULARY)

@@ -42,7 +42,7 @@ def run(stage: StageModule, length: int = 6) -> dict[str, torch.Tensor]:
 
 def test_names_and_layers_are_those_without() -> None:
     plain, stage = whole_stage(), whole_stage()
-    compile_layers(stage, CONFIG.layers, **OPTIONS)
+    compile_layers(stage, CONFIG.layer_fqns, **OPTIONS)
     run(stage)
     assert list(stage.state_dict()) == list(plain.state_dict())
     assert [name for name, _ in stage.named_modules()] == [name for name, _ in plain.named_modules()]
@@ -52,7 +52,7 @@ def test_names_and_layers_are_those_without() -> None:
 def test_only_layers_that_the_stage_has_are_compiled_and_they_share_their_graphs() -> None:
     stage = make_stage(make_model(), CONFIG, ["embedding", "layers.0", "layers.1"], 0, 2)
     counter = CompileCounterWithBackend("aot_eager")
-    compile_layers(stage, CONFIG.layers, backend=counter)
+    compile_layers(stage, CONFIG.layer_fqns, backend=counter)
     stage(*inputs()[0].args, **inputs()[0].kwargs)
     assert counter.frame_count == 1
     assert counter.op_count > 1  # more than what passes through has
@@ -61,7 +61,7 @@ def test_only_layers_that_the_stage_has_are_compiled_and_they_share_their_graphs
 def test_the_second_length_is_compiled_for_any_length() -> None:
     stage, plain = whole_stage(), whole_stage()
     counter = CompileCounterWithBackend("aot_eager")
-    compile_layers(stage, CONFIG.layers, backend=counter)
+    compile_layers(stage, CONFIG.layer_fqns, backend=counter)
     counts = []
     for length in (6, 7, 5, 9):
         assert not unequal(run(stage, length), run(plain, length), TOLERANCE)
@@ -78,8 +78,8 @@ class Doubled(TorchFunctionMode):
 @pytest.mark.parametrize("mode", sampled(["full", "selective"], lambda mode: mode == "full"))
 def test_activation_checkpointing_is_the_compilers_business_then(mode: Any) -> None:
     stage = whole_stage()
-    apply_activation_checkpoint(stage, CONFIG.layers, mode)
-    compile_layers(stage, CONFIG.layers, **OPTIONS)
+    apply_activation_checkpoint(stage, CONFIG.layer_fqns, mode)
+    compile_layers(stage, CONFIG.layer_fqns, **OPTIONS)
     assert not unequal(run(stage), run(whole_stage()), TOLERANCE)
 
 
@@ -87,8 +87,8 @@ def test_activation_checkpointing_is_the_compilers_business_then(mode: Any) -> N
 def test_function_modes_act_in_compiled_layers_too(mode: Any) -> None:
     stage, plain = whole_stage(), whole_stage()
     if mode:
-        apply_activation_checkpoint(stage, CONFIG.layers, mode)
-    compile_layers(stage, CONFIG.layers, backend="aot_eager")
+        apply_activation_checkpoint(stage, CONFIG.layer_fqns, mode)
+    compile_layers(stage, CONFIG.layer_fqns, backend="aot_eager")
     without = run(plain)
     with Doubled():
         expected = run(plain)
@@ -111,12 +111,12 @@ def test_keeping_backwards_buffers_is_undone() -> None:
 def test_a_layers_backward_runs_twice_also_where_one_was_compiled_before_that_could_not(first: bool) -> None:
     if first:
         earlier = whole_stage()
-        compile_layers(earlier, CONFIG.layers, **OPTIONS)
+        compile_layers(earlier, CONFIG.layer_fqns, **OPTIONS)
         run(earlier)
     restore = disable_donated_buffers()
     try:
         stage = whole_stage()
-        compile_layers(stage, CONFIG.layers, **OPTIONS)
+        compile_layers(stage, CONFIG.layer_fqns, **OPTIONS)
         (one, *_) = inputs()
         loss = loss_of(stage(*one.args, **one.kwargs), one.target)
     finally:
@@ -149,8 +149,8 @@ def run_schedules(rank: int, world_size: int, cases: list[str]) -> dict[str, lis
 
         def prepare(stage: StageModule, mode: Any = mode) -> None:
             if mode is not None:
-                apply_activation_checkpoint(stage, CONFIG.layers, mode)
-            compile_layers(stage, CONFIG.layers, **OPTIONS)
+                apply_activation_checkpoint(stage, CONFIG.layer_fqns, mode)
+            compile_layers(stage, CONFIG.layer_fqns, **OPTIONS)
 
         expected, _ = train_stages(rank, schedule, lengths=lengths)
         mine, _ = train_stages(rank, schedule, prepare, sharded=sharded, lengths=lengths)

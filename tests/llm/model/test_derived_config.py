@@ -11,9 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipe.engine.common.errors import SetupError
-from lightning_pipe.llm.model.derived_config import derive_config, refine_config_by_trial, returns_head_results
+from lightning_pipe.llm.model.derived_config import (
+    derive_pp_module_config,
+    refine_config_by_trial,
+    returns_head_results,
+)
 from lightning_pipe.llm.model.meta_tensors import parameters_on_meta
-from lightning_pipe.llm.model.module_config import ModuleConfig
+from lightning_pipe.llm.model.module_config import PPModuleConfig
 
 WIDTH, WORDS = 4, 7
 
@@ -110,8 +114,8 @@ class CausalLM(nn.Module):
         return logits.tanh() if self.does == "caps logits" else logits
 
 
-def config_of(does: str) -> ModuleConfig:
-    return derive_config(CausalLM(does))
+def config_of(does: str) -> PPModuleConfig:
+    return derive_pp_module_config(CausalLM(does))
 
 
 def test_modules_go_where_the_forward_calls_them() -> None:
@@ -180,7 +184,7 @@ def test_layers_that_are_skipped_at_random_are_refused() -> None:
     model = CausalLM()
     model.model.layerdrop = 0.1  # type: ignore[assignment]
     with pytest.raises(SetupError, match=r"skips layers at random, with a layerdrop of 0\.1; .* to 0\.0 in the config"):
-        derive_config(model)
+        derive_pp_module_config(model)
 
 
 def test_a_trial_says_how_to_cut_by_hand() -> None:
@@ -189,7 +193,7 @@ def test_a_trial_says_how_to_cut_by_hand() -> None:
 
 
 def test_a_config_of_a_users_own_is_tried_too() -> None:
-    given = ModuleConfig(
+    given = PPModuleConfig(
         3, "model.layers", ("model.embed", "model.norm", "model.positions", "model.tower"), ("lm_head",)
     )
     config = refine_config_by_trial(CausalLM(), given)
@@ -203,9 +207,9 @@ def test_a_trial_takes_no_memory_and_no_random_numbers_and_changes_nothing() -> 
     with parameters_on_meta():
         model = CausalLM("multiplies by a buffer")
     random = torch.get_rng_state()
-    found = derive_config(model)
+    found = derive_pp_module_config(model)
     assert torch.equal(torch.get_rng_state(), random)
     assert all(one.is_meta for one in model.parameters())
-    assert found == derive_config(CausalLM())
-    assert derive_config(CausalLM("multiplies by a buffer")).trial == found.trial
+    assert found == derive_pp_module_config(CausalLM())
+    assert derive_pp_module_config(CausalLM("multiplies by a buffer")).trial == found.trial
     assert not any(module._forward_hooks for module in model.modules())

@@ -12,8 +12,8 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 from lightning_pipe.engine.common.errors import InputError, SetupError
 from lightning_pipe.llm.losses.router_losses import RouterLosses, attach_router_losses, sum_router_losses
-from lightning_pipe.llm.model.derived_config import derive_config
-from lightning_pipe.llm.model.hf_experts import add_router_losses, skip_experts
+from lightning_pipe.llm.model.derived_config import derive_pp_module_config
+from lightning_pipe.llm.model.hf_experts import make_experts_pass_through, register_router_loss_hooks
 from lightning_pipe.llm.model.meta_tensors import fake_copy
 from lightning_pipe.llm.model.shapes import StageShapes
 from lightning_pipe.llm.model.stage_module import make_stage, shallow_copy
@@ -61,7 +61,7 @@ def test_a_tapped_layer_of_hugging_face_has_the_loss_of_its_model(kind: type[Pre
 
     expected = Reference.of(untapped)
     model = make_hf(kind, 1)
-    add_router_losses(model, balance_coefficient=model.config.router_aux_loss_coef * 2)
+    register_router_loss_hooks(model, balance_coefficient=model.config.router_aux_loss_coef * 2)
     with RouterLosses(TOKENS) as losses:
         found, _ = hf_gradients(model)
     balance, _, count = sum_router_losses([losses]).tolist()
@@ -76,7 +76,7 @@ def test_a_router_that_returns_something_else_is_named() -> None:
 
     block = nn.Module()
     block.gate, block.experts = Router(8, EXPERTS), nn.ModuleList()
-    add_router_losses(nn.Sequential(block), balance_coefficient=0.1)
+    register_router_loss_hooks(nn.Sequential(block), balance_coefficient=0.1)
     with pytest.raises(InputError, match=r"Router returned Tensor; expected a tuple of its logits, and of the weights"):
         block.gate(torch.ones(2, 8))
 
@@ -97,14 +97,14 @@ def test_of_several_layers_hugging_face_multiplies_means_over_layers_and_no_laye
 
 def test_a_model_without_routers_cannot_be_tapped() -> None:
     with pytest.raises(SetupError, match="Sequential has no module with experts and a gate or router"):
-        add_router_losses(nn.Sequential(nn.Linear(2, 2)), balance_coefficient=0.1)
+        register_router_loss_hooks(nn.Sequential(nn.Linear(2, 2)), balance_coefficient=0.1)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_shapes_of_stages_with_experts_are_found_without_data(kind: type[PretrainedConfig]) -> None:
     fake, mode = fake_copy(make_hf(kind, 2))
-    skip_experts(fake)
-    config = derive_config(fake)
+    make_experts_pass_through(fake)
+    config = derive_pp_module_config(fake)
     stages = [
         make_stage(shallow_copy(fake), config, names, index, 2).eval()
         for index, names in enumerate(split_evenly(config, 2))

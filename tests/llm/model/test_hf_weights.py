@@ -21,13 +21,13 @@ from transformers.conversion_mapping import register_checkpoint_conversion_mappi
 from transformers.core_model_loading import WeightRenaming
 
 from lightning_pipe.engine import SetupError
-from lightning_pipe.llm.model.derived_config import derive_config
+from lightning_pipe.llm.model.derived_config import derive_pp_module_config
 from lightning_pipe.llm.model.hf_weights import (
     PretrainedWeights,
-    empty_causal_lm,
+    build_uninitialized_causal_lm,
+    deferred_weight_loading,
     load_into,
     pretrained_causal_lm,
-    weights_loaded_later,
 )
 from lightning_pipe.llm.model.module_config import is_inside
 from lightning_pipe.llm.model.stage_module import named_parameters_and_buffers
@@ -69,10 +69,10 @@ def loaded(folder: Path) -> nn.Module:
 def part_of(folder: Path, rank: int, ranks: int = 2) -> dict[str, Tensor]:
     """The tensors of which one rank has read its own modules, under all their names."""
     weights = PretrainedWeights(folder)
-    model = empty_causal_lm(weights.config(), "sdpa")
+    model = build_uninitialized_causal_lm(weights.config(), "sdpa")
     for parameter in model.parameters():
         parameter.detach().fill_(torch.nan)
-    config = derive_config(model)
+    config = derive_pp_module_config(model)
     mine = {*split_evenly(config, ranks)[rank], *config.always_keep_fqns}
     load_into(model, weights, lambda name: is_inside(name, mine))
     assert all(parameter.requires_grad for parameter in model.parameters())
@@ -227,13 +227,13 @@ def test_a_model_takes_no_memory_before_its_weights_are_loaded() -> None:
         return int(line.split()[1]) * 1024
 
     before = resident()
-    model = empty_causal_lm(HFCausalLM(hf_config("llama") | {"vocab_size": 2**21}).config, "sdpa")
+    model = build_uninitialized_causal_lm(HFCausalLM(hf_config("llama") | {"vocab_size": 2**21}).config, "sdpa")
     assert resident() - before < 0.5 * sum(one.nbytes for one in model.parameters())
 
 
 def test_before_a_model_is_split_only_names_and_shapes_are_compared(tmp_path: Path, read: list[str]) -> None:
     weights = PretrainedWeights(saved(tmp_path, size="3KB"))
-    with weights_loaded_later():
+    with deferred_weight_loading():
         pretrained_causal_lm(weights, weights.config(), "sdpa")
         assert not read
         rewrite(saved(tmp_path), lambda tensors: tensors.pop("model.norm.weight"))
@@ -383,7 +383,7 @@ def test_a_config_of_another_model_is_refused_before_parameters_take_memory(
 def test_a_model_on_the_meta_device_is_refused(tmp_path: Path) -> None:
     weights = PretrainedWeights(saved(tmp_path))
     with torch.device("meta"):
-        model = empty_causal_lm(weights.config(), "sdpa")
+        model = build_uninitialized_causal_lm(weights.config(), "sdpa")
     with pytest.raises(SetupError, match="was built on the meta device"):
         load_into(model, weights)
 
@@ -482,7 +482,7 @@ def test_what_is_no_folder_is_refused(path: str, message: str) -> None:
 
 def test_a_file_that_is_lost_after_it_was_opened_is_named(tmp_path: Path) -> None:
     weights = PretrainedWeights(saved(tmp_path))
-    model = empty_causal_lm(weights.config(), "sdpa")
+    model = build_uninitialized_causal_lm(weights.config(), "sdpa")
     (tmp_path / SINGLE).unlink()
     with pytest.raises(SetupError, match=rf"{SINGLE}' cannot be read: No such file"):
         load_into(model, weights)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from lightning_pipe.engine import SetupError
-from lightning_pipe.llm.model.derived_config import derive_config
+from lightning_pipe.llm.model.derived_config import derive_pp_module_config
 from lightning_pipe.llm.model.meta_tensors import fake_copy, initialize_modules, parameters_on_meta
 from lightning_pipe.llm.model.module_config import is_inside
 from lightning_pipe.llm.model.stage_module import named_parameters_and_buffers
@@ -53,8 +53,8 @@ def initialized(kind: Any, *kept: str, seed: int = 0) -> Any:
     """A model of which the kept modules are initialized (default: all)."""
     with parameters_on_meta():
         model = kind()
-    config = derive_config(model) if kind is llama else None
-    names = NAMES if config is None else (*config.modules, *config.always_keep_fqns)
+    config = derive_pp_module_config(model) if kind is llama else None
+    names = NAMES if config is None else (*config.module_fqns, *config.always_keep_fqns)
     initialize_modules(model, names, lambda name: not kept or is_inside(name, set(kept)), seed)
     return model
 

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from lightning_pipe.engine.common.errors import SetupError
-from lightning_pipe.llm.model.derived_config import derive_config
-from lightning_pipe.llm.model.module_config import ModuleConfig
-from lightning_pipe.llm.split.stage_fqns import split_at
+from lightning_pipe.llm.model.derived_config import derive_pp_module_config
+from lightning_pipe.llm.model.module_config import PPModuleConfig
+from lightning_pipe.llm.split.stage_fqns import split_by_layer_counts
 
 GIVEN: dict[str, Any] = {
     "num_layers": 3,
@@ -44,17 +44,17 @@ class Model(nn.Module):
 
 
 def test_a_model_s_own_word_is_taken() -> None:
-    config = derive_config(Model())
-    assert config == ModuleConfig(3, "decoder.layers", ("embed",), ("norm", "head"), ("rotary",))
-    assert config.layer(2) == "decoder.layers.2"
-    assert config.modules == (
+    config = derive_pp_module_config(Model())
+    assert config == PPModuleConfig(3, "decoder.layers", ("embed",), ("norm", "head"), ("rotary",))
+    assert config.get_layer_fqn(2) == "decoder.layers.2"
+    assert config.module_fqns == (
         "embed", "decoder.layers.0", "decoder.layers.1", "decoder.layers.2", "norm", "head",
     )  # fmt: skip
 
 
 def test_always_keep_fqns_may_be_left_out() -> None:
     given = {key: value for key, value in GIVEN.items() if key != "always_keep_fqns"}
-    assert ModuleConfig.from_mapping(given).always_keep_fqns == ()
+    assert PPModuleConfig.from_mapping(given).always_keep_fqns == ()
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_always_keep_fqns_may_be_left_out() -> None:
 )
 def test_a_config_of_other_keys_or_types_is_refused(given: Any, message: str) -> None:
     with pytest.raises(SetupError) as caught:
-        ModuleConfig.from_mapping(given)
+        PPModuleConfig.from_mapping(given)
     assert message in str(caught.value)
 
 
@@ -89,7 +89,7 @@ def test_a_config_of_other_keys_or_types_is_refused(given: Any, message: str) ->
 )
 def test_a_config_that_the_model_does_not_bear_out_is_refused(given: dict[str, Any], message: str) -> None:
     with pytest.raises(SetupError) as caught:
-        derive_config(Model(**given))
+        derive_pp_module_config(Model(**given))
     assert message in str(caught.value)
 
 
@@ -99,13 +99,13 @@ def test_a_parameter_of_the_model_itself_is_refused() -> None:
     with pytest.raises(
         SetupError, match=r"Model has scale, in none of the modules.*put a bare parameter into a module"
     ):
-        derive_config(model)
+        derive_pp_module_config(model)
 
 
 def test_a_frozen_parameter_may_be_on_every_stage() -> None:
     model = Model()
     model.rotary.table = nn.Parameter(torch.ones(1), requires_grad=False)
-    assert derive_config(model).always_keep_fqns == ("rotary",)
+    assert derive_pp_module_config(model).always_keep_fqns == ("rotary",)
 
 
 def test_layers_may_be_in_a_dictionary_and_beside_other_modules() -> None:
@@ -115,21 +115,21 @@ def test_layers_may_be_in_a_dictionary_and_beside_other_modules() -> None:
             self.first = nn.Linear(2, 2)
             self.blocks = nn.ModuleDict({str(index): nn.Linear(2, 2) for index in range(2)})
 
-    ModuleConfig(2, "blocks", ("first",)).check(Blocks())
-    ModuleConfig(2, "", ("first",)).check(nn.ModuleDict({name: nn.Linear(2, 2) for name in ("first", "0", "1")}))
+    PPModuleConfig(2, "blocks", ("first",)).check(Blocks())
+    PPModuleConfig(2, "", ("first",)).check(nn.ModuleDict({name: nn.Linear(2, 2) for name in ("first", "0", "1")}))
 
 
 def test_the_layers_of_a_sequential_are_its_children() -> None:
-    config = derive_config(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)))
-    assert config == ModuleConfig(3, "")
-    assert split_at(config, [2, 1]) == [["0", "1"], ["2"]]
+    config = derive_pp_module_config(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)))
+    assert config == PPModuleConfig(3, "")
+    assert split_by_layer_counts(config, [2, 1]) == [["0", "1"], ["2"]]
 
 
 def test_a_sequential_with_names_of_its_own_is_refused() -> None:
     model = nn.Sequential()
     model.add_module("first", nn.Linear(2, 2))
     with pytest.raises(SetupError, match=r"holds 1 \(first\); expected layers with the names 0 to num_layers - 1"):
-        derive_config(model)
+        derive_pp_module_config(model)
 
 
 def test_a_model_that_says_nothing_is_told_what_to_say() -> None:
@@ -139,7 +139,7 @@ def test_a_model_that_says_nothing_is_told_what_to_say() -> None:
 
     for model in (nn.Linear(2, 2), Own(nn.Linear(2, 2))):
         with pytest.raises(SetupError) as caught:
-            derive_config(model)
+            derive_pp_module_config(model)
         for word in (
             "get_pp_module_config()",
             "num_layers",

@@ -17,13 +17,13 @@ from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2Confi
 from lightning_pipe.engine.common.errors import InputError
 from lightning_pipe.llm.losses.router_losses import RouterLosses
 from lightning_pipe.llm.model.activation_checkpoint import ActivationCheckpoint
-from lightning_pipe.llm.model.derived_config import derive_config
-from lightning_pipe.llm.model.module_config import ModuleConfig
+from lightning_pipe.llm.model.derived_config import derive_pp_module_config
+from lightning_pipe.llm.model.module_config import PPModuleConfig
 from lightning_pipe.llm.model.moe import MoE
 from lightning_pipe.llm.model.routing_replay import (
     MoEBlockInfo,
     RoutingReplay,
-    check_routing,
+    check_routed_experts,
     find_moe_blocks,
     install_moe_block_tracking,
 )
@@ -42,7 +42,7 @@ EXPERTS, CHOSEN, LAYERS = 4, 2, 4
 def family_model(family: str) -> Any:
     torch.manual_seed(SEED)
     model = AutoModelForCausalLM.from_config(HFCausalLM(config_of(family), attention=attention_of(family)).config)
-    install_moe_block_tracking(model, derive_config(model).layers)
+    install_moe_block_tracking(model, derive_pp_module_config(model).layer_fqns)
     return model.train()
 
 
@@ -125,7 +125,7 @@ def test_a_recomputed_layer_replays_the_choices_of_its_forward(within: bool) -> 
     layer = MoE(6, 10, EXPERTS, 1)
     router = layer.router = Contrary(6, EXPERTS, bias=False)
     model = nn.Sequential(layer)
-    config = ModuleConfig(1, "")
+    config = PPModuleConfig(1, "")
     stage = make_stage(model, config, ["0"], 0, 1)
     StageParallelism(activation_checkpoint=ActivationCheckpoint()).apply(stage, config, {})
     x = torch.randn(3, 6, generator=torch.Generator().manual_seed(2), requires_grad=True)
@@ -177,7 +177,7 @@ def test_a_layer_of_any_mixtures_is_recomputed_to_the_bit(layer: nn.Module, mode
     torch.manual_seed(2)
     x = torch.randn(7, 6)
     plain, model = nn.Sequential(deepcopy(layer)), nn.Sequential(deepcopy(layer))
-    config = ModuleConfig(1, "")
+    config = PPModuleConfig(1, "")
     stage = make_stage(model, config, ["0"], 0, 1)
     StageParallelism(activation_checkpoint=ActivationCheckpoint(mode)).apply(stage, config, {})
     for whole in (plain, stage):
@@ -229,9 +229,9 @@ def test_choices_that_do_not_fit_are_refused() -> None:
         (given[:, :4], rf"shape \(3, 4, 2, 2\).* {size}"),
     ):
         with pytest.raises(InputError, match=message):
-            check_routing({"routed_experts": wrong}, mixtures, (3, 5))
+            check_routed_experts({"routed_experts": wrong}, mixtures, (3, 5))
     for kind in (torch.uint8, torch.int8, torch.uint16, torch.int16, torch.uint32, torch.int64):
-        check_routing({"routed_experts": given.to(kind)}, mixtures, (3, 5))
+        check_routed_experts({"routed_experts": given.to(kind)}, mixtures, (3, 5))
         with RoutingReplay(given.to(kind)):
             model(x)
     recorded = RoutingReplay()
@@ -239,9 +239,9 @@ def test_choices_that_do_not_fit_are_refused() -> None:
         model(x)
     with pytest.raises(InputError, match=r"shape \(3, 5, 2\); expected \(3, 4, 2\)"), recorded:
         model(x[:, :4])
-    check_routing({}, [], (3, 5))
+    check_routed_experts({}, [], (3, 5))
     with pytest.raises(InputError, match="no layer of the model can replay choices"):
-        check_routing({"routed_experts": given}, [], (3, 5))
+        check_routed_experts({"routed_experts": given}, [], (3, 5))
     unusual = nn.Sequential(Unusual())
     install_moe_block_tracking(unusual, ["0"])
     with pytest.raises(InputError, match="0 does not choose its experts by a topk"), RoutingReplay():

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.llm.model.meta_tensors import fake_copy
-from lightning_pipe.llm.model.module_config import ModuleConfig
+from lightning_pipe.llm.model.module_config import PPModuleConfig
 from lightning_pipe.llm.model.shapes import StageShapes
 from lightning_pipe.llm.model.stage_module import make_stage, shallow_copy
 
@@ -144,9 +144,11 @@ class TakingKeywords(nn.Module):
         return x * factor if mask is None else x
 
 
-def stages_of(model: nn.Module, config: ModuleConfig) -> StageShapes:
+def stages_of(model: nn.Module, config: PPModuleConfig) -> StageShapes:
     fake, mode = fake_copy(model)
-    return StageShapes([make_stage(shallow_copy(fake), config, [config.layer(i)], i, 2) for i in range(2)], mode)
+    return StageShapes(
+        [make_stage(shallow_copy(fake), config, [config.get_layer_fqn(i)], i, 2) for i in range(2)], mode
+    )
 
 
 @pytest.mark.parametrize(
@@ -155,13 +157,13 @@ def stages_of(model: nn.Module, config: ModuleConfig) -> StageShapes:
 def test_a_layer_that_passes_other_values_than_tensors_is_named_with_their_types_and_the_fixes_work(
     others: tuple[Any, ...], kinds: str
 ) -> None:
-    hidden, config = torch.zeros(2, 5, WIDTH), ModuleConfig(2, "")
+    hidden, config = torch.zeros(2, 5, WIDTH), PPModuleConfig(2, "")
     with pytest.raises(SetupError) as caught:
         stages_of(nn.Sequential(Passing(*others), Passing(*others)), config).infer((hidden,), {})
     assert f"stage 0 gave a tuple of ({kinds}), which '0' (Passing) returned; expected a tensor" in str(caught.value)
     fixed = stages_of(nn.Sequential(KeepingAttributes(*others), KeepingAttributes(*others)), config)
     keywords = dict(zip(("mask", "factor"), others, strict=False))
-    by_keyword = stages_of(TakingKeywords(), ModuleConfig(2, "layers")).infer((hidden,), keywords)
+    by_keyword = stages_of(TakingKeywords(), PPModuleConfig(2, "layers")).infer((hidden,), keywords)
     for shapes in (fixed.infer((hidden,), {}), by_keyword):
         assert [tuple(one.shape) for one in shapes[0].outputs] == [(2, 5, WIDTH)]
 

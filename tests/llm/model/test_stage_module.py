@@ -29,13 +29,13 @@ from transformers import (
 )
 
 from lightning_pipe.engine.common.errors import InputError, SetupError
-from lightning_pipe.llm.model.derived_config import derive_config
-from lightning_pipe.llm.model.module_config import ModuleConfig
-from lightning_pipe.llm.model.slots import InputSlot, LayerSlot, StageHiddenStates
+from lightning_pipe.llm.model.derived_config import derive_pp_module_config
+from lightning_pipe.llm.model.module_config import PPModuleConfig
+from lightning_pipe.llm.model.slots import PassThroughLayer, PassThroughNonLayerModule, StageHiddenStates
 from lightning_pipe.llm.model.stage_module import (
-    PassThrough,
+    PassThroughModule,
     StageModule,
-    check_passes_through,
+    check_no_ops_outside_modules,
     make_stage,
     shallow_copy,
     tied_parameters,
@@ -159,7 +159,7 @@ def whole(model: nn.Module, **kwargs: Any) -> tuple[torch.Tensor, dict[str, torc
 
 
 def stages_of(model: nn.Module, num_stages: int) -> list[StageModule]:
-    config = derive_config(model)
+    config = derive_pp_module_config(model)
     parts = split_evenly(config, num_stages)
     return [make_stage(shallow_copy(model), config, part, index, num_stages) for index, part in enumerate(parts)]
 
@@ -225,7 +225,7 @@ def test_what_forward_and_registration_order_differently_goes_where_forward_has_
     given = {**SMALL, "num_key_value_heads": 2, "embd_pdrop": 0.5, "pad_token_id": 0}
     model = PhiForCausalLM(PhiConfig(**given))
     assert [name for name, _ in model.model.named_children()].index("embed_dropout") > 1
-    assert derive_config(model).input_fqns == ("model.embed_tokens", "model.embed_dropout")
+    assert derive_pp_module_config(model).input_fqns == ("model.embed_tokens", "model.embed_dropout")
     assert_same(model, 3)
 
 
@@ -272,7 +272,7 @@ def test_each_key_of_the_model_is_on_one_stage_under_its_own_name(name: str, num
 )
 def test_the_structure_of_hugging_face_models_is_seen(name: str, expected: tuple[str, Any, Any, str, str]) -> None:
     base, before, after, head, rotary = expected
-    assert derive_config(MODELS[name]()) == ModuleConfig(
+    assert derive_pp_module_config(MODELS[name]()) == PPModuleConfig(
         4,
         f"{base}layers",
         tuple(base + name for name in before),
@@ -284,7 +284,7 @@ def test_the_structure_of_hugging_face_models_is_seen(name: str, expected: tuple
 def test_experts_are_not_taken_for_layers() -> None:
     given = {**SMALL, "num_hidden_layers": 2, "num_key_value_heads": 2, "num_local_experts": 8}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("mixtral", **given))
-    config = derive_config(model)
+    config = derive_pp_module_config(model)
     assert (config.layer_prefix, config.num_layers) == ("model.layers", 2)
 
 
@@ -295,11 +295,11 @@ def test_a_stand_in_holds_nothing_and_hands_on_its_first_argument() -> None:
     replaced = nn.Linear(2, 3).eval()
     replaced.attention_type = "sliding"  # type: ignore[assignment]
     replaced.forward = lambda _: torch.zeros(1)  # type: ignore[method-assign, assignment]
-    stand_in, x = PassThrough(replaced), torch.ones(2)
+    stand_in, x = PassThroughModule(replaced), torch.ones(2)
     assert not list(stand_in.state_dict())
     assert stand_in(x, 1, mask=2) is x
     assert stand_in(hidden=x, mask=2) is x
-    assert LayerSlot(replaced, 2, StageHiddenStates(), False, False)(x) == (x, None)
+    assert PassThroughLayer(replaced, 2, StageHiddenStates(), False, False)(x) == (x, None)
     assert vars(stand_in).items() >= {"in_features": 2, "attention_type": "sliding", "training": False}.items()
 
 
@@ -339,14 +339,14 @@ def test_a_stage_that_runs_no_layer_where_hidden_states_leave_or_enter_is_an_err
     held: list[str], index: int, ran: slice, place: str
 ) -> None:
     model = gpt2()
-    stage = make_stage(shallow_copy(model), derive_config(model), held, index, 3)
+    stage = make_stage(shallow_copy(model), derive_pp_module_config(model), held, index, 3)
     stage.module.transformer.h = stage.module.transformer.h[ran]  # type: ignore[union-attr, index]
     with pytest.raises(SetupError, match=rf"stage {index} of 3 ran no layer {place} its own"):
         stage(torch.rand(2, LENGTH, WIDTH) if index else TOKENS)
 
 
 def test_a_module_that_token_ids_do_not_need_is_an_error_where_it_is_called() -> None:
-    slot = InputSlot(nn.Linear(2, 3), WIDTH, "vision_tower")
+    slot = PassThroughNonLayerModule(nn.Linear(2, 3), WIDTH, "vision_tower")
     with pytest.raises(InputError, match=r"calls vision_tower, which only stage 0 holds; expected a batch of tokens"):
         slot(torch.ones(2))
 
@@ -361,9 +361,9 @@ def test_a_model_of_a_user_s_own_can_be_tried() -> None:
 
     hidden = torch.rand(2, LENGTH, WIDTH)
     model = Transformer()
-    check_passes_through(model, derive_config(model), hidden, mask=None)
+    check_no_ops_outside_modules(model, derive_pp_module_config(model), hidden, mask=None)
     with pytest.raises(SetupError, match=r"Scaled cannot be cut.*changes its input"):
-        check_passes_through(Scaled(), derive_config(model), hidden, mask=None)
+        check_no_ops_outside_modules(Scaled(), derive_pp_module_config(model), hidden, mask=None)
 
 
 @pytest.mark.parametrize("multiplies", [True, False])
@@ -379,7 +379,7 @@ def test_trying_a_model_sees_a_buffer_on_the_hidden_states(multiplies: bool) -> 
 
     model = Buffered()
     with pytest.raises(SetupError, match=r"Buffered cannot be cut.*changes its input"):
-        check_passes_through(model, derive_config(model), torch.rand(2, LENGTH, WIDTH))
+        check_no_ops_outside_modules(model, derive_pp_module_config(model), torch.rand(2, LENGTH, WIDTH))
 
 
 class Dropping(Transformer):
@@ -391,19 +391,21 @@ def test_trying_a_model_sees_what_only_training_does_and_draws_no_random_numbers
     model = Dropping().eval()
     random = torch.get_rng_state()
     with pytest.raises(SetupError, match=r"Dropping cannot be cut.*changes its input"):
-        check_passes_through(model, derive_config(model), torch.rand(2, LENGTH, WIDTH, generator=torch.Generator()))
+        check_no_ops_outside_modules(
+            model, derive_pp_module_config(model), torch.rand(2, LENGTH, WIDTH, generator=torch.Generator())
+        )
     assert torch.equal(torch.get_rng_state(), random)
 
 
 def test_trying_a_model_does_not_change_it() -> None:
-    for model, config in ((gpt_neox().eval(), None), (Transformer().eval(), derive_config(Transformer()))):
+    for model, config in ((gpt_neox().eval(), None), (Transformer().eval(), derive_pp_module_config(Transformer()))):
         before = {name: value.clone() for name, value in [*model.named_parameters(), *model.named_buffers()]}
         if config is None:
-            derive_config(model)
+            derive_pp_module_config(model)
         else:
-            check_passes_through(model, config, torch.rand(2, LENGTH, WIDTH))
+            check_no_ops_outside_modules(model, config, torch.rand(2, LENGTH, WIDTH))
         assert not any(module.training or module._forward_pre_hooks for module in model.modules())
-        assert not any(isinstance(module, PassThrough) for module in model.modules())
+        assert not any(isinstance(module, PassThroughModule) for module in model.modules())
         after = dict([*model.named_parameters(), *model.named_buffers()])
         assert after.keys() == before.keys()
         assert all(torch.equal(after[name], value) for name, value in before.items())

@@ -9,8 +9,8 @@ import pytest
 
 from lightning_pipe.engine import SetupError
 from lightning_pipe.llm.model.activation_checkpoint import ActivationCheckpoint
-from lightning_pipe.llm.model.derived_config import derive_config
-from lightning_pipe.llm.model.module_config import ModuleConfig
+from lightning_pipe.llm.model.derived_config import derive_pp_module_config
+from lightning_pipe.llm.model.module_config import PPModuleConfig
 from lightning_pipe.llm.parallel.apply_parallel import StageParallelism
 from lightning_pipe.llm.parallel.parallel_dims import ParallelDims
 from tests.scenarios.language_models.test_llm_dimensions import ExpertsLM
@@ -30,17 +30,17 @@ def test_experts_that_other_ranks_share_too_are_not_recomputed_selectively(
     mode: Any, expert_data: object, refused: bool
 ) -> None:
     model = ExpertsLM()
-    config = ModuleConfig(4, "layers", ("embedding",), ("head",))
+    config = PPModuleConfig(4, "layers", ("embedding",), ("head",))
     checkpoint = None if mode is None else ActivationCheckpoint(mode)
     asked = parallelism(ParallelDims(dp_shard=4, ep=2), expert_data, activation_checkpoint=checkpoint)
     if not refused:
-        assert asked.check(model, config) == {}
+        assert asked.check_model(model, config) == {}
         return
     with pytest.raises(SetupError, match=r"activation_checkpoint.mode is 'selective'.*Use mode 'full'"):
-        asked.check(model, config)
+        asked.check_model(model, config)
 
 
 def test_experts_are_asked_for_where_there_are_none() -> None:
     model = TinyLM()
     with pytest.raises(SetupError, match=r"parallel.ep is 2, but TinyLM has no experts"):
-        parallelism(ParallelDims(dp_shard=2, ep=2)).check(model, derive_config(model))
+        parallelism(ParallelDims(dp_shard=2, ep=2)).check_model(model, derive_pp_module_config(model))

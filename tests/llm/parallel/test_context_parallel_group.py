@@ -58,23 +58,23 @@ def part() -> dict[str, Tensor]:
 )
 def test_a_model_that_is_given_the_positions_is_let_be(model_inputs: ModelInputs) -> None:
     local = part()
-    arguments, keywords = ranks(causal_lm=False).inputs(local, model_inputs)
+    arguments, keywords = ranks(causal_lm=False).build_model_inputs(local, model_inputs)
     assert (arguments, keywords) != ((), {})
 
 
 @pytest.mark.parametrize("model_inputs", [tokens_only, filtered])
 def test_a_model_that_would_count_from_0_in_every_chunk_is_refused(model_inputs: ModelInputs) -> None:
     with pytest.raises(InputError, match=r"parallel.cp=2 .* 'position_ids', so that the model cannot know"):
-        ranks(causal_lm=False).inputs(part(), model_inputs)
+        ranks(causal_lm=False).build_model_inputs(part(), model_inputs)
 
 
 def test_a_hugging_face_model_gets_the_positions_unasked_and_makes_no_mask() -> None:
     local = part()
-    _, keywords = ranks(causal_lm=True).inputs(local, tokens_only)
+    _, keywords = ranks(causal_lm=True).build_model_inputs(local, tokens_only)
     assert keywords["position_ids"] is local["position_ids"]
     assert keywords["attention_mask"].all()
     local["attention_mask"] = torch.tensor([[1, 1, 0], [1, 1, 1]])
-    _, keywords = ranks(causal_lm=True).inputs(local, lambda batch: ((), dict(batch)))
+    _, keywords = ranks(causal_lm=True).build_model_inputs(local, lambda batch: ((), dict(batch)))
     assert keywords["attention_mask"].all()
     # The loss still sees which tokens are real.
     assert not local["attention_mask"].all()
@@ -84,11 +84,11 @@ def test_older_code_of_hugging_face_gets_no_mask_at_all() -> None:
     group: Any = Two()
     older = ContextParallelGroup(group, causal_lm=True, model_ignores_ones_mask=False)
     local = part() | {"attention_mask": torch.tensor([[1, 1, 0], [1, 1, 1]])}
-    _, keywords = older.inputs(local, lambda batch: ((), dict(batch)))
+    _, keywords = older.build_model_inputs(local, lambda batch: ((), dict(batch)))
     assert keywords["attention_mask"] is None
 
 
 def test_a_square_mask_goes_to_the_model_as_it_is() -> None:
     local = part() | {"attention_mask": torch.zeros(2, 1, 3, 3)}
-    _, keywords = ranks(causal_lm=True).inputs(local, lambda batch: ((), dict(batch)))
+    _, keywords = ranks(causal_lm=True).build_model_inputs(local, lambda batch: ((), dict(batch)))
     assert keywords["attention_mask"] is local["attention_mask"]

@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from lightning_pipe.llm.parallel.overlap import ForwardBackwardOverlap, exclude_other_call, yield_to_overlapped
+from lightning_pipe.llm.parallel.overlap import ForwardBackwardOverlap, exclude_other_call_time, yield_to_overlapped
 
 CPU = torch.device("cpu")
 
@@ -127,7 +127,7 @@ def test_spans_leave_out_the_turns_of_the_other_call() -> None:
     def call() -> None:
         start = float(next(now))
         yield_to_overlapped()
-        spans.append(exclude_other_call(start, float(next(now))))
+        spans.append(exclude_other_call_time(start, float(next(now))))
 
     ForwardBackwardOverlap(CPU, lambda: float(next(now))).run(call, call)
     # 0 first starts, 1 passes; 2 second starts, 3 passes; 4 first goes on, 5 ends; 6 second goes on, 7 ends.

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lightning_pipe.engine import SetupError
-from lightning_pipe.llm.parallel.parallel_dims import ParallelDims, StageMeshes
+from lightning_pipe.llm.parallel.parallel_dims import ParallelDims, ParallelMeshes
 from tests.distributed import run_ranks
 
 
@@ -98,7 +98,7 @@ CASES: dict[str, tuple[ParallelDims, dict[str, list[int] | None], list[list[int]
 def meshes(rank: int, world: int) -> dict[str, Any]:
     found = {}
     for case, (dimensions, _, _) in CASES.items():
-        made = StageMeshes(dimensions.resolve(world), "cpu")
+        made = ParallelMeshes(dimensions.resolve(world), "cpu")
         by_name: dict[str, Any] = {"data": made.data}
         for prefix, mesh in (("", made.data), ("expert ", made.expert_data)):
             if mesh is not None:

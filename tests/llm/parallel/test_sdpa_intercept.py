@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.llm.batches.padding import pad_microbatch
-from lightning_pipe.llm.model.derived_config import derive_config
+from lightning_pipe.llm.model.derived_config import derive_pp_module_config
 from lightning_pipe.llm.model.meta_tensors import fake_copy
-from lightning_pipe.llm.model.module_config import ModuleConfig
+from lightning_pipe.llm.model.module_config import PPModuleConfig
 from lightning_pipe.llm.model.stage_module import StageModule
 from lightning_pipe.llm.parallel.context_parallel_group import ContextMethod
-from lightning_pipe.llm.parallel.sdpa_intercept import ContextParallelCheckedStage, ModelMaskCheck
+from lightning_pipe.llm.parallel.sdpa_intercept import AttentionCheckedStage, ChunkMaskCheck
 from lightning_pipe.llm.parallel.sequence_chunks import AttentionPattern, chunk_positions
 from tests.distributed import run_ranks
 from tests.llm.attention_cases import VOCABULARY, Block, Plain, hugging_face, over_ranks, tokens
@@ -66,11 +66,11 @@ def look_at(
 ) -> None:
     """One forward without data, as every rank runs it before the first one with data."""
     if isinstance(model, Layers):
-        config = ModuleConfig(len(model.layers), "layers", ("embedding",), ())
+        config = PPModuleConfig(len(model.layers), "layers", ("embedding",), ())
     else:
-        config = derive_config(model)
+        config = derive_pp_module_config(model)
     fake, mode = fake_copy(model)
-    stage = ContextParallelCheckedStage(StageModule(fake, 0, 1).eval(), config.layers, size, method, tensor_size)
+    stage = AttentionCheckedStage(StageModule(fake, 0, 1).eval(), config.layer_fqns, size, method, tensor_size)
     with mode, torch.no_grad():
         stage(mode.from_tensor(torch.zeros(2, 4, dtype=torch.long)), **keywords)
 
@@ -137,11 +137,11 @@ def additive(mask: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.zeros(mask.shape, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
 
 
-def own_masks(attention: AttentionPattern | None, rank: int, size: int, balanced: bool = False) -> ModelMaskCheck:
+def own_masks(attention: AttentionPattern | None, rank: int, size: int, balanced: bool = False) -> ChunkMaskCheck:
     """The check for an attention pattern."""
     if attention is None:
-        return ModelMaskCheck(None, rank, size, balanced=balanced)
-    return ModelMaskCheck(attention.as_mask(), rank, size, balanced=balanced, square=attention.mask is not None)
+        return ChunkMaskCheck(None, rank, size, balanced=balanced)
+    return ChunkMaskCheck(attention.as_mask(), rank, size, balanced=balanced, square=attention.mask is not None)
 
 
 def part(mask: Tensor, rank: int, balanced: bool) -> Tensor:

@@ -11,10 +11,10 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from lightning_pipe.engine import SetupError
-from lightning_pipe.llm.model.derived_config import derive_config
+from lightning_pipe.llm.model.derived_config import derive_pp_module_config
 from lightning_pipe.llm.parallel.parallel_dims import ParallelDims
 from lightning_pipe.llm.parallel.sequence_parallel import check_sequence_parallel
-from lightning_pipe.llm.parallel.tensor_plan import TensorPlan, derive_tensor_plan, resolve_tensor_plan
+from lightning_pipe.llm.parallel.tensor_plan import TensorPlan, derive_tensor_plan, resolve_parallel_styles
 from lightning_pipe.strategies.language_model.hf_causal_lm import HFCausalLM
 from tests.distributed import run_ranks
 from tests.strategies.llm_cases import SEED, TinyHF, adamw, fit, hf_config, llm, row_batches, trained_plainly, values_of
@@ -166,7 +166,7 @@ class Model(nn.Sequential):
 )
 def test_models_that_need_all_tokens_between_blocks_are_refused(model: Any, named: str) -> None:
     built = model()
-    names = derive_config(built)
+    names = derive_pp_module_config(built)
     plan = derive_tensor_plan(built, names)
     with pytest.raises(SetupError, match=named):
-        check_sequence_parallel(built, names, plan, resolve_tensor_plan(built, names, plan, 2))
+        check_sequence_parallel(built, names, plan, resolve_parallel_styles(built, names, plan, 2))

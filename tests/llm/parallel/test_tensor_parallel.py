@@ -18,8 +18,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from torch.nn.utils import get_total_norm
 
 from lightning_pipe.engine import SetupError
-from lightning_pipe.llm.model.derived_config import derive_config
-from lightning_pipe.llm.model.hf_experts import skip_experts
+from lightning_pipe.llm.model.derived_config import derive_pp_module_config
+from lightning_pipe.llm.model.hf_experts import make_experts_pass_through
 from lightning_pipe.llm.model.meta_tensors import fake_copy
 from lightning_pipe.llm.model.shapes import StageShapes
 from lightning_pipe.llm.model.stage_module import StageModule, make_stage, shallow_copy
@@ -178,13 +178,13 @@ class Trainee:
         self.mesh = init_device_mesh("cpu", (*case.mesh.values(), 2), mesh_dim_names=(*case.mesh, "tensor"))
         self.module = build(case.model)
         model = model_of(self.module)
-        config = derive_config(model)
+        config = derive_pp_module_config(model)
         spec = find_schedule(case.schedule)
         size, rank = self.mesh["pipeline"].size(), self.mesh["pipeline"].get_local_rank()
         count = size * count_stages_per_rank(spec, size)
         fqns = split_evenly(config, count)
         fake, mode = fake_copy(model)
-        skip_experts(fake)
+        make_experts_pass_through(fake)
         plan = plan or derive_tensor_plan(fake, config)
         shapes = [make_stage(shallow_copy(fake), config, names, index, count) for index, names in enumerate(fqns)]
         self.names = [name for name, _ in model.named_parameters()]
@@ -193,7 +193,7 @@ class Trainee:
         for stage in self.stages.values():
             apply_tensor_parallel(stage, config, self.mesh["tensor"], plan)
             for name in {"shard", "replicate"} & case.mesh.keys():
-                apply_data_parallel(stage, config.layers, self.mesh[name], reshard_after_forward=case.reshard)
+                apply_data_parallel(stage, config.layer_fqns, self.mesh[name], reshard_after_forward=case.reshard)
         if isinstance(self.module, HFCausalLM) and count - 1 in self.stages:
             # Whose head the loss takes.
             self.module.model = self.stages[count - 1].module
@@ -271,7 +271,7 @@ def accumulate_and_save(folder: str) -> tuple[dict[str, Tensor], dict[str, Tenso
 
 def refusal(changes: Mapping[str, str], first_is_nan: bool = False) -> str:
     model = model_of(build("qwen3"))
-    trainee = Trainee(Case("qwen3", "1f1b"), {**derive_tensor_plan(model, derive_config(model)), **changes})
+    trainee = Trainee(Case("qwen3", "1f1b"), {**derive_tensor_plan(model, derive_pp_module_config(model)), **changes})
     trainee.train(batches())
     if first_is_nan:
         one = next(one for name, one in trainee.held().items() if "input_layernorm" in name)

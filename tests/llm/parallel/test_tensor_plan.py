@@ -10,10 +10,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lightning_pipe.engine import SetupError
-from lightning_pipe.llm.model.derived_config import derive_config
-from lightning_pipe.llm.model.module_config import ModuleConfig
-from lightning_pipe.llm.model.stage_module import replace_other_modules
-from lightning_pipe.llm.parallel.tensor_plan import derive_tensor_plan, resolve_tensor_plan
+from lightning_pipe.llm.model.derived_config import derive_pp_module_config
+from lightning_pipe.llm.model.module_config import PPModuleConfig
+from lightning_pipe.llm.model.stage_module import replace_modules_of_other_stages
+from lightning_pipe.llm.parallel.tensor_plan import derive_tensor_plan, resolve_parallel_styles
 from tests.strategies.llm_cases import hf_config
 
 ATTENTION = "model.layers.*.self_attn"
@@ -28,16 +28,16 @@ LLAMA = {
 }
 
 
-def known(kind: str, **changes: Any) -> tuple[Any, ModuleConfig]:
+def known(kind: str, **changes: Any) -> tuple[Any, PPModuleConfig]:
     """A model without memory, and what it is made of."""
     heads = {"num_attention_heads": 4} | ({} if kind == "gpt_neox" else {"num_key_value_heads": 2})
     config: Any = AutoConfig.for_model(**hf_config(kind) | heads | changes)
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config)
-    return model, derive_config(model)
+    return model, derive_pp_module_config(model)
 
 
-def of_every_layer(pattern: str, config: ModuleConfig) -> list[str]:
+def of_every_layer(pattern: str, config: PPModuleConfig) -> list[str]:
     return [pattern.replace("*", str(index)) for index in range(config.num_layers)]
 
 
@@ -61,7 +61,7 @@ def test_hugging_faces_plan_is_taken_with_the_norms_between_its_matrices(kind: s
     model, config = known(kind)
     plan = derive_tensor_plan(model, config)
     assert plan == expected
-    resolved = resolve_tensor_plan(model, config, plan, 2)
+    resolved = resolve_parallel_styles(model, config, plan, 2)
     assert resolved.keys() == {name for pattern in plan for name in of_every_layer(pattern, config)}
 
 
@@ -110,7 +110,7 @@ def test_a_model_that_says_nothing_is_told_how() -> None:
 def test_a_plan_that_does_not_fit_is_refused(plan: Any, message: str) -> None:
     model, config = known("llama")
     with pytest.raises(SetupError) as caught:
-        resolve_tensor_plan(model, config, plan, 2)
+        resolve_parallel_styles(model, config, plan, 2)
     assert message in str(caught.value)
 
 
@@ -125,14 +125,14 @@ def test_a_plan_that_does_not_fit_is_refused(plan: Any, message: str) -> None:
 def test_widths_and_heads_that_ranks_cannot_share_are_refused(changes: Any, size: int, message: str) -> None:
     model, config = known("llama", **changes)
     with pytest.raises(SetupError, match=message):
-        resolve_tensor_plan(model, config, derive_tensor_plan(model, config), size)
+        resolve_parallel_styles(model, config, derive_tensor_plan(model, config), size)
 
 
 def test_heads_may_be_any_number_where_the_parts_are_gathered() -> None:
     model, config = known("llama", num_key_value_heads=1)
     gathered = {"colwise": "colwise_rep", "rowwise": "rowwise_rep"}
     plan = {name: gathered[str(word)] for name, word in LLAMA.items()}
-    resolved = resolve_tensor_plan(model, config, plan, 2)
+    resolved = resolve_parallel_styles(model, config, plan, 2)
     kinds = {"colwise_rep": ColwiseParallel, "rowwise_rep": RowwiseParallel}
     assert {name: type(style) for name, style in resolved.items()} == {
         name: kinds[word] for pattern, word in plan.items() for name in of_every_layer(pattern, config)
@@ -141,8 +141,8 @@ def test_heads_may_be_any_number_where_the_parts_are_gathered() -> None:
 
 def test_a_stage_may_lack_the_layers_that_an_entry_is_for() -> None:
     model, config = known("llama")
-    replace_other_modules(model, config, ["model.layers.0"])
+    replace_modules_of_other_stages(model, config, ["model.layers.0"])
     other = {"model.layers.3.mlp.up_proj": "colwise"}
-    assert resolve_tensor_plan(model, config, other, 2) == {}
+    assert resolve_parallel_styles(model, config, other, 2) == {}
     both = {**other, "model.layers.0.mlp.up_proj": "colwise"}
-    assert resolve_tensor_plan(model, config, both, 2).keys() == {"model.layers.0.mlp.up_proj"}
+    assert resolve_parallel_styles(model, config, both, 2).keys() == {"model.layers.0.mlp.up_proj"}

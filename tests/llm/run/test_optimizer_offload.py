@@ -177,7 +177,7 @@ def test_closing_puts_the_state_back_and_leaves_the_optimizer_as_it_was(device: 
     _, plain, _ = train(OPTIMIZERS["AdamW"], DEVICE)
     _, optimizer, offloaded = train(OPTIMIZERS["AdamW"], DEVICE, bucket_bytes=200)
     assert offloaded is not None
-    offloaded.close()
+    offloaded.stop_offloading()
     assert state_bytes(optimizer) == state_bytes(plain)
     assert same(optimizer.state_dict(), plain.state_dict())
     assert not optimizer._optimizer_step_pre_hooks

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_pipe.engine.common.errors import InputError
-from lightning_pipe.llm.batches.microbatches import count_tokens
+from lightning_pipe.llm.batches.microbatches import count_loss_tokens
 from lightning_pipe.llm.batches.options import Batching
 from lightning_pipe.llm.run.preparation import BatchPreparation, StepInputs
 from lightning_pipe.llm.run.stage_hooks import StageHooks
@@ -68,7 +68,7 @@ class Hooks(StageHooks):
         return nn.Identity()
 
     def loss_tokens(self, micro_batch: Mapping[str, Any]) -> int:
-        return count_tokens(micro_batch["labels"])
+        return count_loss_tokens(micro_batch["labels"])
 
     def model_inputs(self, micro_batch: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return inputs_of(micro_batch)

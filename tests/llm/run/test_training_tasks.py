@@ -26,15 +26,15 @@ def run(batches: list[Any]) -> list[str]:
     pipeline = SWPipeline(llm_plan(transfer, prepare, handed_over.append), torch.device("cpu"))
     source = iter(batches)
     for index in range(len(batches)):
-        ctx = pipeline.begin(source)
+        ctx = pipeline.begin_period(source)
         pipeline.run_until("H2D")
         ctx.training_step = lambda: happened.append(f"step {handed_over[-1]}")
         ctx.run_backward = lambda index=index: happened.append(f"scale {index}")
         pipeline.run_until("ScaleGradients")
-        pipeline.begin_task("OptimStep")
+        pipeline.begin_caller_task("OptimStep")
         happened.append(f"optimize {index}")
-        pipeline.end_task("OptimStep")
-        pipeline.finish()
+        pipeline.end_caller_task("OptimStep")
+        pipeline.finish_period()
         assert handed_over[-1] is None  # what is prepared for a batch is for that batch's step alone
     pipeline.close()
     return happened

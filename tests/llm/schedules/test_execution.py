@@ -18,7 +18,7 @@ from lightning_pipe.llm.schedules.checks import check_microbatches
 from lightning_pipe.llm.schedules.execution import (
     build_evaluation,
     build_schedule,
-    check_shared_parameters,
+    check_shared_for_split_backward,
     run_schedule,
 )
 from lightning_pipe.llm.schedules.simulation import list_compute_actions
@@ -213,6 +213,6 @@ def tied(*, first: bool) -> dict[int, nn.Module]:
 
 def test_a_parameter_that_is_used_twice_is_refused_where_the_backward_is_in_two_parts() -> None:
     with pytest.raises(SetupError, match=r"0\.weight and 2\.weight of stage 1 are one parameter"):
-        check_shared_parameters(SCHEDULES["zbv_zero_bubble"], tied(first=False))
-    check_shared_parameters(SCHEDULES["zbv_zero_bubble"], tied(first=True))
-    check_shared_parameters(SCHEDULES["interleaved_1f1b"], tied(first=False))
+        check_shared_for_split_backward(SCHEDULES["zbv_zero_bubble"], tied(first=False))
+    check_shared_for_split_backward(SCHEDULES["zbv_zero_bubble"], tied(first=True))
+    check_shared_for_split_backward(SCHEDULES["interleaved_1f1b"], tied(first=False))

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from lightning_pipe.engine.common.errors import SetupError
-from lightning_pipe.llm.model.module_config import ModuleConfig
-from lightning_pipe.llm.split.stage_fqns import split_at, split_by_cost, split_by_ranges, split_evenly
+from lightning_pipe.llm.model.module_config import PPModuleConfig
+from lightning_pipe.llm.split.stage_fqns import split_by_cost, split_by_layer_counts, split_by_ranges, split_evenly
 
 
-def layers(count: int, inputs: tuple[str, ...] = ("embed",), outputs: tuple[str, ...] = ("head",)) -> ModuleConfig:
-    return ModuleConfig(count, "layers", inputs, outputs)
+def layers(count: int, inputs: tuple[str, ...] = ("embed",), outputs: tuple[str, ...] = ("head",)) -> PPModuleConfig:
+    return PPModuleConfig(count, "layers", inputs, outputs)
 
 
 def counts(stages: list[list[str]]) -> list[int]:
@@ -25,7 +25,9 @@ def counts(stages: list[list[str]]) -> list[int]:
 
 
 def test_qwen3_8b_over_two_stages_has_18_layers_on_each() -> None:
-    config = ModuleConfig(36, "model.layers", ("model.embed_tokens",), ("model.norm", "lm_head"), ("model.rotary_emb",))
+    config = PPModuleConfig(
+        36, "model.layers", ("model.embed_tokens",), ("model.norm", "lm_head"), ("model.rotary_emb",)
+    )
     first, last = split_evenly(config, 2)
     assert first == ["model.embed_tokens", *(f"model.layers.{index}" for index in range(18))]
     assert last == [*(f"model.layers.{index}" for index in range(18, 36)), "model.norm", "lm_head"]
@@ -52,15 +54,15 @@ def test_input_and_output_count_as_layers(
 
 
 def test_a_model_without_input_and_output_modules_has_none_to_count() -> None:
-    assert split_evenly(ModuleConfig(4, ""), 4) == [["0"], ["1"], ["2"], ["3"]]
-    assert split_evenly(ModuleConfig(5, ""), 4) == [["0", "1"], ["2"], ["3"], ["4"]]
+    assert split_evenly(PPModuleConfig(4, ""), 4) == [["0"], ["1"], ["2"], ["3"]]
+    assert split_evenly(PPModuleConfig(5, ""), 4) == [["0", "1"], ["2"], ["3"], ["4"]]
 
 
 def test_every_split_holds_each_module_once_and_in_order() -> None:
     config = layers(11)
     for num_stages, weights in product(range(1, 6), product(range(3), repeat=2)):
         stages = split_evenly(config, num_stages, *weights)
-        assert [name for stage in stages for name in stage] == list(config.modules)
+        assert [name for stage in stages for name in stage] == list(config.module_fqns)
         assert len(stages) == num_stages
 
 
@@ -86,7 +88,7 @@ def test_what_cannot_be_split_evenly_is_refused(arguments: Any, message: str) ->
 
 
 def test_layers_are_dealt_out_as_counted() -> None:
-    assert split_at(layers(3), [0, 3, 0]) == [["embed"], ["layers.0", "layers.1", "layers.2"], ["head"]]
+    assert split_by_layer_counts(layers(3), [0, 3, 0]) == [["embed"], ["layers.0", "layers.1", "layers.2"], ["head"]]
 
 
 @pytest.mark.parametrize(
@@ -105,7 +107,7 @@ def test_layers_are_dealt_out_as_counted() -> None:
 )
 def test_layer_counts_that_do_not_fit_are_refused(given: Any, message: str) -> None:
     with pytest.raises(SetupError) as caught:
-        split_at(layers(3), given)
+        split_by_layer_counts(layers(3), given)
     assert message in str(caught.value)
 
 
@@ -116,11 +118,11 @@ def test_a_stage_without_modules_of_its_own_needs_a_layer(
     given = [3, 3]
     given[stage] = 0
     with pytest.raises(SetupError, match=f"leaves stage {stage} empty"):
-        split_at(layers(3, inputs, outputs), given)
+        split_by_layer_counts(layers(3, inputs, outputs), given)
 
 
 def test_layers_are_dealt_out_by_ranges() -> None:
-    assert split_by_ranges(layers(3), [(0, 2), (2, 3)]) == split_at(layers(3), [2, 1])
+    assert split_by_ranges(layers(3), [(0, 2), (2, 3)]) == split_by_layer_counts(layers(3), [2, 1])
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lightning_pipe.engine import SetupError
 from lightning_pipe.llm.model.meta_tensors import parameters_on_meta
-from lightning_pipe.llm.model.module_config import ModuleConfig
+from lightning_pipe.llm.model.module_config import PPModuleConfig
 from lightning_pipe.llm.parallel.apply_parallel import StageParallelism
 from lightning_pipe.llm.split.options import SplitOptions
 from lightning_pipe.llm.split.stage_split import SplitModel, split_model
@@ -201,10 +201,10 @@ def test_layers_go_where_they_are_told_to() -> None:
 
 
 def test_a_config_that_is_given_goes_before_the_models_own() -> None:
-    given = ModuleConfig(4, "layers", ("embedding",), ("norm", "head"))
+    given = PPModuleConfig(4, "layers", ("embedding",), ("norm", "head"))
     assert len(split(TinyLM, (0,), 2, config=given).stages) == 1
     with pytest.raises(SetupError, match="num_layers=3"):
-        split(TinyLM, (0,), 2, config=ModuleConfig(3, "layers", ("embedding",), ("norm", "head")))
+        split(TinyLM, (0,), 2, config=PPModuleConfig(3, "layers", ("embedding",), ("norm", "head")))
 
 
 @pytest.mark.parametrize(

@@ -46,9 +46,9 @@ class Reader:
         self.count += 1
         if self.messages and self.count % 4:
             world: Any = dist.group.WORLD
-            status = self.statuses.take(world)
+            status = self.statuses.take_status_to_send(world)
             if status is not None:
-                self.statuses.travels_in(Message(status))
+                self.statuses.set_carrying_message(Message(status))
         return fetched
 
     def drain(self, source: SynchronizedBatchSource) -> list[Fetched]:
@@ -162,7 +162,7 @@ def given_by_sources(rank: int, statuses: BatchStatusExchange, messages: bool) -
     for lengths in LENGTHS:
         source = agreed(numbered(lengths[rank]))
         given = reader.drain(source)
-        found[f"given {lengths}"] = given, [fetch()[0] for fetch in source.unread()]
+        found[f"given {lengths}"] = given, [fetch()[0] for fetch in source.get_undelivered_batches()]
         source.close()
     for name, breaks_at in {"first": 0, "second": 1, "fourth": 3}.items():
         source = agreed(numbered(6, breaks_at if rank == 1 else None))
@@ -178,7 +178,7 @@ def given_by_sources(rank: int, statuses: BatchStatusExchange, messages: bool) -
     source = agreed(numbered(6), [lambda: ("kept", False, {})])
     found["middle"] = [reader.next(source)[0], reader.next(source)[0]]
     source.close()
-    found["middle unread"] = [fetch()[0] for fetch in source.unread()]
+    found["middle unread"] = [fetch()[0] for fetch in source.get_undelivered_batches()]
     return found
 
 

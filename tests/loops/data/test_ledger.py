@@ -21,9 +21,9 @@ def numbered(count: int) -> Callable[[], Fetched]:
 def test_a_batch_is_in_flight_from_its_fetch_until_it_is_trained() -> None:
     ledger = InFlightLedger(numbered(3))
     assert [next(ledger), next(ledger)] == [0, 1]
-    assert (ledger.fetched, ledger.in_flight, ledger.trained) == (2, 2, 0)
+    assert (ledger.fetched, ledger.num_in_flight, ledger.trained) == (2, 2, 0)
     assert ledger.retire() == LedgerEntry(0, is_last=False, after={"given": 1})
-    assert (ledger.fetched, ledger.in_flight, ledger.trained) == (2, 1, 1)
+    assert (ledger.fetched, ledger.num_in_flight, ledger.trained) == (2, 1, 1)
 
 
 @pytest.mark.parametrize("skipped", [0, 1, 2])
@@ -51,7 +51,7 @@ def test_a_batch_that_is_skipped_is_neither_trained_nor_abandoned() -> None:
     ledger = InFlightLedger(numbered(3), keeps_batches=True)
     next(ledger), next(ledger)
     ledger.skip()
-    assert (ledger.in_flight, ledger.trained) == (1, 0)
+    assert (ledger.num_in_flight, ledger.trained) == (1, 0)
     assert [fetch()[0] for fetch in ledger.abandon()] == [1]
 
 

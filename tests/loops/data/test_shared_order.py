@@ -16,7 +16,11 @@ from lightning_pipe.loops import PipelineTrainingEpochLoop
 from lightning_pipe.loops.data.random_streams import get_rng_states, pack_rng_states
 from lightning_pipe.loops.data.resumable_loader import draws_no_random_numbers, make_resumable
 from lightning_pipe.loops.data.resume import are_equal
-from lightning_pipe.loops.data.shared_order import order_of, remaining_batches, reshard_loader_states
+from lightning_pipe.loops.data.shared_order import (
+    build_remaining_batches,
+    get_distributed_sampler_state,
+    reshard_loader_states,
+)
 from lightning_pipe.strategies.pipeline import PipelineStrategy
 from tests.distributed import run_ranks
 from tests.loops.models import Net, Rows, trainer
@@ -34,20 +38,20 @@ def loader(rank: int, world: int) -> DataLoader[torch.Tensor]:
 def test_what_is_left_is_shared_out_whole_twice_over(worlds: tuple[int, int, int]) -> None:
     first, second, third = worlds
     seen = [index for rank in range(first) for batch in list(loader(rank, first).batch_sampler)[:3] for index in batch]  # type: ignore[arg-type]
-    state: Any = {"order": order_of(loader(0, first)), "given": 3}
+    state: Any = {"order": get_distributed_sampler_state(loader(0, first)), "given": 3}
     assert len(seen) == 3 * BATCH * first
 
     (moved,) = reshard_loader_states([state], 0, second) or [None]
     assert moved is not None
     for rank in range(second):
-        of_rank: list[Any] = remaining_batches(moved | {"rank": rank}, Rows(ROWS), BATCH)
+        of_rank: list[Any] = build_remaining_batches(moved | {"rank": rank}, Rows(ROWS), BATCH)
         seen += [index for batch in of_rank[:2] for index in batch]
     state = moved | {"given": 2, "order": moved["left"] | {"batch": BATCH * second}}
 
     for rank in range(third):
         (again,) = reshard_loader_states([state], rank, third) or [None]
         assert again is not None
-        rest: list[Any] = remaining_batches(again, Rows(ROWS), BATCH)
+        rest: list[Any] = build_remaining_batches(again, Rows(ROWS), BATCH)
         seen += [index for batch in rest for index in batch]
     assert sorted(seen) == list(range(ROWS))
 
@@ -59,10 +63,12 @@ def test_no_rank_has_a_batch_more_than_another_and_loses_it(
     world: int, batch_size: int | None, drop_last: bool
 ) -> None:
     for trained in range(ROWS + 1):
-        state: Any = {"order": order_of(loader(0, 1)) | {"trained": trained}, "given": 0}  # type: ignore[operator]
+        state: Any = {"order": get_distributed_sampler_state(loader(0, 1)) | {"trained": trained}, "given": 0}  # type: ignore[operator]
         (moved,) = reshard_loader_states([state], 0, world) or [None]
         assert moved is not None
-        ranks = [remaining_batches(moved | {"rank": rank}, Rows(ROWS), batch_size, drop_last) for rank in range(world)]
+        ranks = [
+            build_remaining_batches(moved | {"rank": rank}, Rows(ROWS), batch_size, drop_last) for rank in range(world)
+        ]
         assert len({len(batches) for batches in ranks}) == 1
         seen = [index for batches in ranks for batch in batches for index in ([batch] if batch_size is None else batch)]  # type: ignore[union-attr]
         left = ROWS - trained
@@ -76,7 +82,7 @@ def test_no_rank_has_a_batch_more_than_another_and_loses_it(
 
 
 def test_samplers_with_an_order_for_each_rank_cannot_be_gone_on_with_by_others() -> None:
-    assert order_of(DataLoader(Rows(ROWS), BATCH, shuffle=True)) is None
+    assert get_distributed_sampler_state(DataLoader(Rows(ROWS), BATCH, shuffle=True)) is None
     assert reshard_loader_states([{"created": {}, "begun": None, "given": 3, "order": None}], 0, 2) is None
     assert reshard_loader_states([None], 0, 2) is None
     assert reshard_loader_states([{"ended": ["state"]}], 0, 2) == [{"ended": []}]
@@ -154,8 +160,10 @@ def test_a_rank_continues_again_and_again_where_its_share_was_left(
         sampler: DistributedSampler[torch.Tensor] = DistributedSampler(Rows(ROWS), 3, 1, seed=4)
         return make_resumable(DataLoader(sampler.dataset, batch_size, sampler=sampler))
 
-    (state,) = reshard_loader_states([{"given": 3, "order": order_of(loader(0, 2))}], 1, 3) or [None]
-    expected: list[Any] = remaining_batches(state or {}, Rows(ROWS), batch_size)
+    (state,) = reshard_loader_states([{"given": 3, "order": get_distributed_sampler_state(loader(0, 2))}], 1, 3) or [
+        None
+    ]
+    expected: list[Any] = build_remaining_batches(state or {}, Rows(ROWS), batch_size)
     found: list[list[float]] = []
     for count in (*given, len(expected) - sum(given)):
         again: Any = batches()
@@ -169,7 +177,7 @@ def test_a_rank_continues_again_and_again_where_its_share_was_left(
 
 def test_ranks_that_read_the_same_go_on_on_any_number_of_them(tmp_path: Path) -> None:
     class OfOnePipeline(PipelineStrategy):
-        ranks_share_data = True
+        all_ranks_share_data = True
 
     def run(strategy: Any, ckpt_path: Path | None = None, callbacks: Any = ()) -> Net:
         torch.manual_seed(3 if ckpt_path is None else 99)

@@ -82,16 +82,16 @@ class Machine:
         source = self.fetched(batches)
         while True:
             try:
-                ctx = self.program.begin(source)
+                ctx = self.program.begin_next_batch(source)
             except StopIteration:
                 return
             name = self.program.pipeline.plan.name
-            self.program.begin_step()
+            self.program.begin_step_task()
             self.trained.append(ctx.batch)
             self.plans.append(name)
             self.clock.now += self.seconds.get(name, 5.0)
-            self.program.end_step()
-            self.program.finish()
+            self.program.end_step_task()
+            self.program.finish_batch()
 
 
 @pytest.fixture
@@ -142,12 +142,12 @@ def test_the_planner_is_told_what_tasks_take_and_what_is_beside_them(clock: Cloc
 def test_a_recording_that_another_has_begun_goes_on(clock: Clock) -> None:
     machine = Machine(clock, {}, FEW)
     source = iter(range(100))
-    machine.program.begin(source)
+    machine.program.begin_next_batch(source)
     machine.program.pipeline.start_trace()
     trace = machine.program.pipeline.trace
     for _ in range(8):
-        machine.program.finish()
-        machine.program.begin(source)
+        machine.program.finish_batch()
+        machine.program.begin_next_batch(source)
     assert machine.asked  # the tasks were recorded and plans are found
     assert machine.program._pipelines["serial"].trace is trace
 

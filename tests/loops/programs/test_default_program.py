@@ -15,13 +15,13 @@ def test_the_next_batch_is_moved_while_the_caller_trains_this_one() -> None:
 
     program = default_program(trainer(), transfer)
     source = iter("abc")
-    assert program.begin(source).batch == "A"
+    assert program.begin_next_batch(source).batch == "A"
     assert moved == ["a", "b"]
     assert program.trains_in_one_task
-    program.begin_step()
-    program.end_step()
-    program.finish()
-    assert program.begin(source).batch == "B"
+    program.begin_step_task()
+    program.end_step_task()
+    program.finish_batch()
+    assert program.begin_next_batch(source).batch == "B"
     assert moved == ["a", "b", "c"]
     program.close()
 

@@ -58,16 +58,16 @@ class Log:
     def train(self, source: Iterator[Any]) -> Any:
         """One batch, as Lightning and the strategy would call."""
         program = self.program
-        ctx = program.begin(source)
+        ctx = program.begin_next_batch(source)
         self.calls.append(("hooks", ctx.iter_idx))
         program.set_training_step(lambda: f"output of {ctx.batch}")
         program.pipeline.run_until(program.forward)
         output = ctx.output
         program.run_backward(lambda: self.calls.append(("backward", ctx.iter_idx)))
-        program.begin_step()
+        program.begin_step_task()
         self.calls.append(("step", ctx.iter_idx))
-        program.end_step()
-        program.finish()
+        program.end_step_task()
+        program.finish_batch()
         return output
 
 
@@ -92,11 +92,11 @@ def test_hooks_come_after_the_transfer_ahead_and_the_step_is_the_callers(log: Lo
     ]
     assert ("Step", 0) not in log.calls
     with pytest.raises(StopIteration):
-        log.program.begin(source)
+        log.program.begin_next_batch(source)
 
 
 def test_an_optimizer_that_calls_its_closure_again_is_refused_by_name_of_the_cause(log: Log) -> None:
-    log.program.begin(iter("ab"))
+    log.program.begin_next_batch(iter("ab"))
     log.program.set_training_step(lambda: "loss")
     log.program.pipeline.run_until(log.program.forward)
     with pytest.raises(SetupError, match=r"closure a second time.*LBFGS.*strategy='pipeline'"):
@@ -106,8 +106,8 @@ def test_an_optimizer_that_calls_its_closure_again_is_refused_by_name_of_the_cau
 def test_batches_that_are_abandoned_are_counted_and_training_goes_on_with_the_next(log: Log) -> None:
     source = iter("abcd")
     log.train(source)
-    log.program.begin(source)
-    assert log.program.abandon() == 2
+    log.program.begin_next_batch(source)
+    assert log.program.abandon_batches() == 2
     assert log.program.current is None
     assert log.train(source) == "output of d"
 
@@ -118,4 +118,4 @@ def test_closing_twice_closes_once_and_ends_the_pipeline(log: Log) -> None:
     log.program.close()
     assert log.closed == 1
     with pytest.raises(PlanError, match="is closed"):
-        log.program.begin(iter("ab"))
+        log.program.begin_next_batch(iter("ab"))

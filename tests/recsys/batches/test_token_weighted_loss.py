@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_pipe.engine import InputError
-from lightning_pipe.recsys import TokenCount, token_weighted_mean
+from lightning_pipe.recsys import GlobalTokenCount, token_weighted_mean
 from lightning_pipe.recsys.batches.traversal import iterate_leaves
 from tests.distributed import run_ranks
 from tests.rounding import Reference
@@ -36,7 +36,7 @@ def averaged(rank: int, world_size: int) -> dict[str, torch.Tensor]:
             model = layer()
             count: Any = torch.tensor(counts[rank])
             if early:
-                count = TokenCount(count)
+                count = GlobalTokenCount(count)
             losses = model(tokens_of(rank, counts[rank])).square()
             loss = token_weighted_mean(losses.sum(), count)
             loss.backward()
@@ -79,7 +79,7 @@ def wrong_on_one(rank: int, world_size: int) -> list[str]:
         except InputError as error:
             texts.append(str(error))
     # Behind that, ranks still understand each other.
-    texts.append(str(TokenCount(rank + 1).total().item()))
+    texts.append(str(GlobalTokenCount(rank + 1).total().item()))
     return texts
 
 
@@ -97,10 +97,10 @@ def test_a_count_that_is_none_is_an_error_on_all_ranks_that_names_the_rank() -> 
 
 
 def in_two_worlds(rank: int, world_size: int, store: str) -> list[float]:
-    totals = [TokenCount(rank + 1).total().item()]
+    totals = [GlobalTokenCount(rank + 1).total().item()]
     dist.destroy_process_group()
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
-    return [*totals, TokenCount(10 * (rank + 1)).total().item()]
+    return [*totals, GlobalTokenCount(10 * (rank + 1)).total().item()]
 
 
 def test_a_new_world_has_a_group_of_its_own(tmp_path: Any) -> None:
@@ -120,5 +120,5 @@ def test_one_process_needs_no_group() -> None:
 
 
 def test_a_count_in_a_batch_is_no_part_of_its_samples() -> None:
-    batch = {"ids": torch.zeros(1), "tokens": TokenCount(1)}
+    batch = {"ids": torch.zeros(1), "tokens": GlobalTokenCount(1)}
     assert [str(path[0]) for path, _ in iterate_leaves(batch)] == ["['ids']"]

@@ -11,8 +11,8 @@ import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_pipe.recsys.batches.traversal import (
-    Attribute,
-    Item,
+    AttributeStep,
+    ItemStep,
     format_path,
     get_at_path,
     is_same_leaf,
@@ -37,7 +37,7 @@ class Attrs:
     """As the attrs package leaves a class with slots: no ``__dict__``, fields in ``__attrs_attrs__``."""
 
     __slots__ = ("ids",)
-    __attrs_attrs__ = (Attribute("ids"),)
+    __attrs_attrs__ = (AttributeStep("ids"),)
 
     def __init__(self, ids: Any) -> None:
         self.ids = ids
@@ -86,9 +86,9 @@ def test_an_object_in_two_places_is_yielded_for_each_and_a_cycle_ends() -> None:
 
 def test_a_path_that_a_batch_lacks_says_how_far_it_went() -> None:
     with pytest.raises(LookupError, match=r"batch\[0\] \(a dict\) has no \['ids'\]"):
-        get_at_path((Item(0), Item("ids")), [{"other": 1}])
+        get_at_path((ItemStep(0), ItemStep("ids")), [{"other": 1}])
     with pytest.raises(LookupError, match=r"batch \(a tuple\) has no \.sparse"):
-        get_at_path((Attribute("sparse"),), (1, 2))
+        get_at_path((AttributeStep("sparse"),), (1, 2))
 
 
 def test_jagged_tensors_over_the_same_tensors_are_the_same_piece() -> None:

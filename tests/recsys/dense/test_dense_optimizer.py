@@ -11,7 +11,11 @@ import torch
 from torch import nn
 
 from lightning_pipe.engine.common.errors import SetupError
-from lightning_pipe.recsys.dense.dense_optimizer import TableParameters, learning_rate_factor, remove_table_parameters
+from lightning_pipe.recsys.dense.dense_optimizer import (
+    TableParameterRegistry,
+    learning_rate_factor,
+    remove_table_parameters,
+)
 from tests.recsys.sharding_cases import MOVIES, USERS, make_batch, make_model, shard, tables_of
 
 
@@ -21,7 +25,7 @@ def parameter(size: int = 2) -> nn.Parameter:
 
 def test_tables_are_taken_out_of_every_group_and_named_once() -> None:
     users, movies, weight, bias = parameter(), parameter(), parameter(), parameter()
-    tables = TableParameters()
+    tables = TableParameterRegistry()
     tables.add_sharded("users", users)
     tables.add_sharded("movies", movies)
     groups: list[dict[str, Any]] = [{"params": [users, weight]}, {"params": [bias, movies], "lr": 0.5}]
@@ -34,7 +38,7 @@ def test_tables_are_taken_out_of_every_group_and_named_once() -> None:
 
 def test_a_table_as_it_was_before_sharding_is_taken_out_too_and_not_kept_alive() -> None:
     before, after, weight = parameter(), parameter(), parameter()
-    tables = TableParameters()
+    tables = TableParameterRegistry()
     tables.add_sharded("users", after)
     tables.add_original("users", before)
     optimizer = torch.optim.SGD([before, after, weight], lr=0.1)
@@ -48,7 +52,7 @@ def test_a_table_as_it_was_before_sharding_is_taken_out_too_and_not_kept_alive()
 
 def test_a_group_of_nothing_but_tables_is_an_error_that_leaves_the_optimizer_as_it_was() -> None:
     users, weight = parameter(), parameter()
-    tables = TableParameters()
+    tables = TableParameterRegistry()
     tables.add_sharded("users", users)
     optimizer = torch.optim.Adagrad([{"params": [weight]}, {"params": [users]}])
     with pytest.raises(SetupError, match=r"group 1 of the optimizer torch.optim.Adagrad holds .* \(users\)"):

@@ -107,7 +107,7 @@ def uneven_use(rank: int, group: dist.ProcessGroup) -> Any:
     module = Chain()
     local = local_gradients(module, lambda copied: copied(batch(rank, 0), USES[rank]))
     with reducing(module, group) as reducer:
-        reducer.prepare()
+        reducer.prepare_for_backward()
         module(batch(rank, 0), USES[rank]).backward()
         reducer.finalize()
         return local, gradients(module)
@@ -126,11 +126,11 @@ def steps_beside_ddp(rank: int, group: dist.ProcessGroup) -> Any:
                 with wrapped.no_sync():
                     wrapped(batch(rank, 10), uses).backward()
                 with reducer.no_sync():
-                    reducer.prepare()
+                    reducer.prepare_for_backward()
                     module(batch(rank, 10), uses).backward()
                     reducer.finalize()
             wrapped(batch(rank, step), uses).backward()
-            reducer.prepare()
+            reducer.prepare_for_backward()
             module(batch(rank, step), uses).backward()
             reducer.finalize()
             seen.append((gradients(wrapped.module), gradients(module)))
@@ -148,12 +148,12 @@ def accumulation(rank: int, group: dist.ProcessGroup) -> Any:
     local = local_gradients(module, lambda copied: copied(batch(rank, 0), uses[0]) + copied(batch(rank, 1), uses[1]))
     with reducing(module, group) as reducer, recorded_launches() as launches:
         with reducer.no_sync():
-            reducer.prepare()
+            reducer.prepare_for_backward()
             module(batch(rank, 0), uses[0]).backward()
             reducer.finalize()
         launches_before = len(launches)
         before = gradients(module)
-        reducer.prepare()
+        reducer.prepare_for_backward()
         module(batch(rank, 1), uses[1]).backward()
         reducer.finalize()
         alone = local_gradients(Chain(), lambda copied: copied(batch(rank, 0), uses[0]))
@@ -165,14 +165,14 @@ def launch_order(rank: int, group: dist.ProcessGroup) -> Any:
     module = Chain()
     opposite = EVERYTHING if rank == 0 else EVERYTHING[::-1]
     with reducing(module, group) as reducer, recorded_launches() as launches:
-        reducer.prepare()
+        reducer.prepare_for_backward()
         module(batch(rank, 0), opposite).backward()
         in_backward = len(launches)
         reducer.finalize()
     with reducing(module, group) as reducer, recorded_launches() as plain:
         launched_at_first_layer = []
         module.get_parameter("layers.0.weight").register_hook(lambda _: launched_at_first_layer.append(len(plain)))
-        reducer.prepare()
+        reducer.prepare_for_backward()
         module(batch(rank, 0), EVERYTHING).backward()
         reducer.finalize()
     return in_backward, launches, launched_at_first_layer[0]
@@ -197,7 +197,7 @@ def mixed_dtypes(rank: int, group: dist.ProcessGroup) -> Any:
     module = Mixed()
     local = local_gradients(module, lambda copied: copied(rank + 1))
     with reducing(module, group, 25 * 2**20) as reducer, recorded_launches() as launches:
-        reducer.prepare()
+        reducer.prepare_for_backward()
         module(rank + 1).backward()
         reducer.finalize()
         strides = module.last.grad.stride() == module.last.stride() if module.last.grad is not None else None
@@ -210,7 +210,7 @@ def failed_backward(rank: int, group: dist.ProcessGroup) -> Any:
     for with_reset in (True, False):
         module = Chain()
         with reducing(module, group) as reducer:
-            reducer.prepare()
+            reducer.prepare_for_backward()
             if rank == 0:
                 handle = module.get_parameter("layers.2.weight").register_hook(_raise)
                 message = "no error"
@@ -220,7 +220,7 @@ def failed_backward(rank: int, group: dist.ProcessGroup) -> Any:
                     message = str(error)
                 handle.remove()
                 if with_reset:
-                    reducer.reset()
+                    reducer.finish_failed_backward()
             else:
                 module(batch(rank, 0), EVERYTHING).backward()
                 message = "no error"
@@ -228,7 +228,7 @@ def failed_backward(rank: int, group: dist.ProcessGroup) -> Any:
                     reducer.finalize()
             kept = gradients(module)
             module.zero_grad()
-            reducer.prepare()
+            reducer.prepare_for_backward()
             module(batch(rank, 1), EVERYTHING).backward()
             reducer.finalize()
             local = local_gradients(Chain(), lambda copied: copied(batch(rank, 1), EVERYTHING))
@@ -259,14 +259,14 @@ def left_over(rank: int, group: dist.ProcessGroup) -> Any:
     ):
         counts = []
         for _ in range(2):
-            reducer.prepare()
+            reducer.prepare_for_backward()
             counts.append((len(launches), len(set(waited))))
             module(batch(rank, 0), EVERYTHING).backward()
             kept = gradients(module)
-            reducer.discard_averages()
+            reducer.discard_averaged_gradients()
             counts.append((len(launches), len(set(waited))))
             assert_same(gradients(module), kept)
-        reducer.prepare()
+        reducer.prepare_for_backward()
         counts.append((len(launches), len(set(waited))))
         module.zero_grad()
         module(batch(rank, 1), EVERYTHING).backward()
@@ -285,7 +285,7 @@ def second_backward(rank: int, group: dist.ProcessGroup) -> Any:
     for sync in (True, False):
         module = Chain()
         with reducing(module, group) as reducer:
-            reducer.prepare()
+            reducer.prepare_for_backward()
             loss = module(batch(rank, 0), EVERYTHING)
             loss.backward(retain_graph=True)
             with nullcontext() if sync else reducer.no_sync():
@@ -310,7 +310,7 @@ def sparse_on_one_rank(rank: int, group: dist.ProcessGroup) -> Any:
     """The gradient of a rank, which is sparse on rank 1, and the average."""
     module = Tied()
     with reducing(module, group) as reducer:
-        reducer.prepare()
+        reducer.prepare_for_backward()
         module(rank == 0).backward()
         own = module.embedding.weight.grad
         assert own is not None
@@ -324,7 +324,7 @@ def waits_of_the_host(rank: int, group: dist.ProcessGroup) -> Any:
     dense = Chain()
     with watched() as device:
         reducer = DenseGradientReducer(list(dense.named_parameters()), group, TINY)
-        reducer.prepare()
+        reducer.prepare_for_backward()
         dense(batch(rank, 0), EVERYTHING).backward()
         device.syncs.clear()
         reducer.finalize()
@@ -338,13 +338,13 @@ def frozen_then_trained(rank: int, group: dist.ProcessGroup) -> Any:
     uses = [0, 1]
     module.layers[0].requires_grad_(False)
     with reducing(module, group) as reducer:
-        reducer.prepare()
+        reducer.prepare_for_backward()
         module(batch(rank, 0), uses).backward()
         reducer.finalize()
         first = gradients(module)
         module.zero_grad()
         module.layers[0].requires_grad_(True)
-        reducer.prepare()
+        reducer.prepare_for_backward()
         module(batch(rank, 0), uses).backward()
         reducer.finalize()
     return first, local_gradients(Chain(), lambda copied: copied(batch(rank, 0), uses)), gradients(module)
@@ -353,10 +353,10 @@ def frozen_then_trained(rank: int, group: dist.ProcessGroup) -> Any:
 def closed(rank: int, group: dist.ProcessGroup) -> Any:
     module = Chain()
     with reducing(module, group) as reducer:
-        reducer.prepare()
+        reducer.prepare_for_backward()
     with recorded_launches() as launches:
         module(batch(rank, 0), USES[rank]).backward()
-        reducer.prepare()
+        reducer.prepare_for_backward()
         reducer.finalize()
     alive = weakref.ref(reducer)
     del reducer
@@ -389,12 +389,12 @@ def launched_early_and_late(rank: int, group: dist.ProcessGroup) -> Any:
         uses = [(rank + index) % 5 for index in range(5)]
         with reducing(module, group) as reducer:
             if early:
-                reducer.prepare()
+                reducer.prepare_for_backward()
                 module(batch(rank, 0), uses).backward()
             else:
                 with reducer.no_sync():
                     module(batch(rank, 0), uses).backward()
-                reducer.prepare()
+                reducer.prepare_for_backward()
             reducer.finalize()
             found.append(gradients(module))
     return found
@@ -650,7 +650,7 @@ def test_a_bucket_is_filled_after_the_work_of_all_streams_that_its_gradients_cam
         mock.patch.object(dist, "all_reduce", all_reduce),
     ):
         reducer = DenseGradientReducer(parameters, cast(dist.ProcessGroup, TwoRanks()))
-        reducer.prepare()
+        reducer.prepare_for_backward()
         sum((parameter.sum() for _, parameter in parameters), torch.zeros(())).backward()
         reducer.close()
     assert launched == [{(name, 0) for name in names}]
@@ -669,13 +669,13 @@ class OneRank:
 def test_a_group_of_one_rank_sends_and_copies_nothing() -> None:
     module = Chain()
     reducer = DenseGradientReducer(list(module.named_parameters()), cast(dist.ProcessGroup, OneRank()))
-    reducer.prepare()
+    reducer.prepare_for_backward()
     module(batch(0, 0), [0, 1]).backward()
     before = {name: parameter.grad for name, parameter in module.named_parameters()}
     reducer.finalize()
     assert all(parameter.grad is before[name] for name, parameter in module.named_parameters())
     with reducer.no_sync():
-        reducer.prepare()
+        reducer.prepare_for_backward()
         reducer.finalize()
-    reducer.reset()
+    reducer.finish_failed_backward()
     reducer.close()

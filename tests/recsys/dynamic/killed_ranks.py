@@ -21,11 +21,11 @@ import torch.distributed as dist
 
 import lightning_pipe.recsys.dynamic
 from lightning_pipe.engine import SetupError
-from lightning_pipe.recsys.dynamic.store.buffered_store import Change, SharedStore, StoredTable
+from lightning_pipe.recsys.dynamic.store.buffered_store import Change, SharedStore, TableStore
 from lightning_pipe.recsys.dynamic.store.commit import commit_on_all_ranks, open_store_at_newest_version
 from lightning_pipe.recsys.dynamic.store.rocksdb_store import RocksDbStore
 from lightning_pipe.recsys.dynamic.store.row_store import Keys, Records, RowStore
-from lightning_pipe.recsys.dynamic.tables.row_dump import RowDump
+from lightning_pipe.recsys.dynamic.tables.row_dump import RowCommit
 from tests.patience import HANG
 from tests.scenarios.faults.forked_ranks import Ended, Here
 
@@ -83,7 +83,7 @@ def changes(version: int, rank: int) -> list[tuple[str, Keys, Records | None]]:
 def apply(store: RowStore | SharedStore, version: int, rank: int) -> None:
     shared = store if isinstance(store, SharedStore) else SharedStore(store)
     for table, keys, records in changes(version, rank):
-        below = StoredTable(shared, table)
+        below = TableStore(shared, table)
         if records is None:
             below.erase(keys)
         else:
@@ -112,7 +112,7 @@ def see(store: RowStore) -> Seen:
         }
         for table in WIDTHS
     }
-    return Seen(store.state.committed, store.notes(), rows)
+    return Seen(store.store_state.committed, store.notes(), rows)
 
 
 def train(here: Here, folder: str, versions: int, kill: Kill | None) -> int:
@@ -121,7 +121,7 @@ def train(here: Here, folder: str, versions: int, kill: Kill | None) -> int:
     group = join(here)
     with _killed(here.rank, kill) as counted:
         store = open_store_at_newest_version(lambda: make(Path(folder), here.rank), group)
-        for version in range(store.state.committed + 1, versions + 1):
+        for version in range(store.store_state.committed + 1, versions + 1):
             apply(store, version, here.rank)
             commit_on_all_ranks(store, group, {"step": str(version)})
             _note(Path(folder), here.rank, f"committed {version}")
@@ -134,7 +134,7 @@ class _Cached:
     """What is left to write of a table when a commit begins, in place of a cache."""
 
     def __init__(self, shared: SharedStore, table: str, changes: list[Change]) -> None:
-        self._below, self._changes = StoredTable(shared, table), changes
+        self._below, self._changes = TableStore(shared, table), changes
         self.write_changes, self.mark_stored = self._below.write_changes, self._below.mark_stored
 
     def copy_changes(self) -> list[Change]:
@@ -148,7 +148,7 @@ def _halves(shared: SharedStore, version: int, rank: int) -> dict[str, _Cached]:
         *early, last, erased = [(keys, records) for name, keys, records in changes(version, rank) if name == table]
         for keys, records in early:
             assert records is not None
-            StoredTable(shared, table).write(keys, records)
+            TableStore(shared, table).write(keys, records)
         keys, records = last
         assert records is not None
         there = ~np.isin(keys, erased[0])
@@ -164,13 +164,13 @@ def train_behind(here: Here, folder: str, versions: int, kill: Kill | None) -> i
         store = open_store_at_newest_version(lambda: make(Path(folder), here.rank), group)
         shared = SharedStore(store)
         pending: Future[None] | None = None
-        for version in range(store.state.committed + 1, versions + 1):
+        for version in range(store.store_state.committed + 1, versions + 1):
             caches: Any = _halves(shared, version, here.rank)
             if pending is not None:
                 pending.result()
                 _note(Path(folder), here.rank, f"committed {version - 1}")
-            dump = RowDump(caches, shared, group, {}, {"step": str(version)}, lambda complete: None)
-            dump.copy()
+            dump = RowCommit(caches, shared, group, {}, {"step": str(version)}, lambda complete: None)
+            dump.copy_changes()
             pending = pool.submit(dump.commit, behind)
         apply(shared, versions + 1, here.rank)
         if pending is not None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 import numpy.typing as npt
 
-from lightning_pipe.recsys.dynamic.store.row_store import Keys, Records, RowStore, StoreIdentity, StoreState
+from lightning_pipe.recsys.dynamic.store.row_store import Keys, RankStoreIdentity, Records, RowStore, StoreState
 
 
 class MemoryStore(RowStore):
@@ -27,16 +27,16 @@ class MemoryStore(RowStore):
         self._busy = threading.Lock()
 
     @property
-    def state(self) -> StoreState:
+    def store_state(self) -> StoreState:
         return StoreState(0, None)
 
-    def join_run(self, part: StoreIdentity) -> None:
+    def write_identity(self, part: RankStoreIdentity) -> None:
         raise NotImplementedError
 
     def recover(self, version: int) -> None:
         raise NotImplementedError
 
-    def prepare(self, version: int, notes: Mapping[str, str] | None = None) -> None:
+    def prepare_commit(self, version: int, notes: Mapping[str, str] | None = None) -> None:
         raise NotImplementedError
 
     def commit(self, version: int) -> None:

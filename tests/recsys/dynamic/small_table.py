@@ -10,8 +10,8 @@ from torch import Tensor
 
 from lightning_pipe.recsys.dynamic.cache.initial_values import InitialValues
 from lightning_pipe.recsys.dynamic.cache.row_cache import RowCache
-from lightning_pipe.recsys.dynamic.cache.ticket import Ticket
-from lightning_pipe.recsys.dynamic.store.buffered_store import SharedStore, StoredTable
+from lightning_pipe.recsys.dynamic.cache.ticket import PinnedCacheSlots
+from lightning_pipe.recsys.dynamic.store.buffered_store import SharedStore, TableStore
 from tests.recsys.dynamic.memory_store import MemoryStore
 
 CAPACITY = 4
@@ -32,23 +32,23 @@ class Table:
         self.cache = RowCache(
             "t",
             [self.weights, self.states],
-            StoredTable(self.shared, "t"),
+            TableStore(self.shared, "t"),
             initial=InitialValues("t", 2, initial),
             state_fill=[0.5],
             **options,
         )
 
-    def prefetch(self, *ids: int) -> Ticket:
+    def prefetch(self, *ids: int) -> PinnedCacheSlots:
         return self.cache.prefetch(torch.tensor(ids, dtype=torch.int64))
 
-    def backward(self, ticket: Ticket) -> None:
+    def backward(self, ticket: PinnedCacheSlots) -> None:
         rows = ticket.slots.unique()
         self.weights[rows] += 1
         self.states[rows] += 1
 
     def train(self, step: int, *ids: int) -> None:
         ticket = self.prefetch(*ids)
-        self.cache.begin(ticket, step)
+        self.cache.begin_batch_and_count_ids(ticket, step)
         self.backward(ticket)
         self.cache.end_trained(ticket)
 
@@ -56,7 +56,7 @@ class Table:
         """First weight and state, as an evaluation sees them."""
         ticket = self.prefetch(*ids)
         found = list(zip(self.weights[ticket.slots, 0].tolist(), self.states[ticket.slots].tolist(), strict=True))
-        self.cache.discard(ticket)
+        self.cache.end_untrained(ticket)
         return found
 
     def stored(self) -> dict[int, tuple[int, int]]:

@@ -10,10 +10,10 @@ import torchrec
 
 from lightning_pipe.recsys.kernels.fused_kernels import (
     clear_prefetches,
-    fused_kernels,
+    find_fused_kernels,
+    hide_prefetch_queues_of_modules,
     moves_rows_at_zero_gradient,
     preserve_pending_lookups,
-    suspend_prefetches,
 )
 from tests.recsys.rewrite_cases import Bags, batches, shard, table_values
 
@@ -50,13 +50,13 @@ def test_weight_decay_counts_as_a_change_whether_or_not_the_kernel_of_this_devic
 
 def test_replicated_tables_have_no_fused_kernel() -> None:
     model = shard(Bags(), "data_parallel")
-    assert fused_kernels(model.module.a) == []
+    assert find_fused_kernels(model.module.a) == []
     assert not moves_rows_at_zero_gradient(model.module.a)
 
 
 def filled(model: Any) -> Any:
     """A kernel with a cache; only kernels on a GPU have one, and fill it."""
-    (kernel,) = fused_kernels(model.module.a)
+    (kernel,) = find_fused_kernels(model.module.a)
     kernel.lxu_cache_weights = torch.ones(2, 8)
     kernel.lxu_cache_locking_counter = torch.tensor([[1, 0]], dtype=torch.int32)
     kernel.timesteps_prefetched, kernel.lxu_cache_locations_list = [7], [torch.zeros(1)]
@@ -88,10 +88,10 @@ def test_a_lookup_between_a_prefetch_and_its_own_leaves_what_was_prefetched() ->
     """Only kernels with a cache, on a GPU, fill these queues: here they are filled by hand."""
     model = shard(Bags(), optimizer=torch.optim.SGD)
     module, (batch,) = model.module.a, batches(1)
-    (kernel,) = fused_kernels(module)
+    (kernel,) = find_fused_kernels(module)
     expected = module(batch.sparse).wait().values()
     kernel.timesteps_prefetched, kernel.lxu_cache_locations_list = [7], [torch.zeros(1)]
-    with suspend_prefetches([module]):
+    with hide_prefetch_queues_of_modules([module]):
         assert torch.equal(module(batch.sparse).wait().values(), expected)
         kernel.timesteps_prefetched.append(8)  # of an evaluation that is given up
     assert kernel.timesteps_prefetched == [7]

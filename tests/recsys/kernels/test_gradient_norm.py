@@ -22,9 +22,13 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConf
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
 from lightning_pipe.engine import InputError, SetupError
-from lightning_pipe.recsys.kernels.fused_kernels import fused_kernels
-from lightning_pipe.recsys.kernels.gradient_norm import clip_by_global_norm, row_gradients
-from lightning_pipe.recsys.kernels.kernel_calls import KernelCall, check_capturable, check_trainable_after_dense_step
+from lightning_pipe.recsys.kernels.fused_kernels import find_fused_kernels
+from lightning_pipe.recsys.kernels.gradient_norm import clip_dense_grads_by_global_norm, row_gradients
+from lightning_pipe.recsys.kernels.kernel_calls import (
+    KernelCall,
+    check_calls_can_be_captured,
+    check_trainable_after_dense_step,
+)
 from lightning_pipe.recsys.modules.call_arguments import PostprocessResults
 from lightning_pipe.recsys.rewrite.batch_state import Embeddings, ModuleInputs
 from lightning_pipe.recsys.rewrite.model_rewrite import ModelRewrite
@@ -119,7 +123,7 @@ def test_clipping_is_pytorchs_with_the_tables_as_one_more_parameter(largest: flo
 
     expected = Reference.of(pytorchs)
     dense.grad = gradient.clone()
-    scale = clip_by_global_norm([dense, nn.Parameter(torch.zeros(1))], before.norm().double(), largest)
+    scale = clip_dense_grads_by_global_norm([dense, nn.Parameter(torch.zeros(1))], before.norm().double(), largest)
     assert expected.differences({"dense": dense.grad, "tables": before * scale}) == []
 
 
@@ -248,7 +252,7 @@ def _norms(case: NormCase) -> tuple[list[float], list[str]]:
     for batch in case.data(3):
         splits = rewrite.start_input_dist(batch)
         embeddings = rewrite.lookup(rewrite.wait_inputs(rewrite.wait_splits(splits)))
-        with rewrite.serving(embeddings, batch):
+        with rewrite.using_looked_up_embeddings(embeddings, batch):
             loss = model.module(batch)
         loss.backward()
         before = {name: model.full_table(name) for name in model.tables}
@@ -262,7 +266,7 @@ def _norms(case: NormCase) -> tuple[list[float], list[str]]:
         found.append(norm.item())
         expected = Reference.of(partial(_unsharded_step, reference, batch, case.optimizer is SGD))
         # Half a step, so that the next batch sees what a scaled one did; it must be that of the reference.
-        rewrite.backward(embeddings, torch.tensor(0.5))
+        rewrite.run_embedding_backward(embeddings, torch.tensor(0.5))
         model.step_data_parallel_tables()
         after = {name: model.full_table(name) for name in tables_of(reference)}
         differences += expected.differences({"norm": norm, **after})
@@ -336,13 +340,20 @@ def test_a_discarded_batch_leaves_neither_gradients_nor_a_counted_step(one_rank:
     assert all(weights.grad is None for weights in replicated)
     model.step_data_parallel_tables()
     assert all(torch.equal(values, model.full_table(name)) for name, values in before.items())
-    kernels = [one for module in model.sharded_modules.values() for one in fused_kernels(module)]
+    kernels = [one for module in model.sharded_modules.values() for one in find_fused_kernels(module)]
     assert [(int(one.iter), int(one.iter_cpu)) for one in kernels] == [(0, 0)] * len(kernels)
     # A batch that is trained counts, and one that is only evaluated has nothing to take back.
-    with rewrite.serving(Embeddings(ModuleInputs(batch, PostprocessResults({}))), batch) as embeddings:
+    with rewrite.using_looked_up_embeddings(
+        Embeddings(ModuleInputs(batch, PostprocessResults({}))), batch
+    ) as embeddings:
         model.module(batch).backward()
-    rewrite.backward(embeddings)
-    with torch.no_grad(), rewrite.serving(Embeddings(ModuleInputs(batch, PostprocessResults({}))), batch) as embeddings:
+    rewrite.run_embedding_backward(embeddings)
+    with (
+        torch.no_grad(),
+        rewrite.using_looked_up_embeddings(
+            Embeddings(ModuleInputs(batch, PostprocessResults({}))), batch
+        ) as embeddings,
+    ):
         model.module(batch)
     rewrite.tables_backward.discard(embeddings)
     assert [(int(one.iter), int(one.iter_cpu)) for one in kernels] == [(1, 1)] * len(kernels)
@@ -448,4 +459,4 @@ def test_a_kernel_that_is_not_known_is_refused_by_name(one_rank: dist.ProcessGro
     lookup = model.sharded_modules["a"]._lookups[0]
     next(iter(lookup._emb_modules))._emb_module = Other()
     with pytest.raises(SetupError, match="'a' looks up with a Other"):
-        check_capturable(model.sharded_modules)
+        check_calls_can_be_captured(model.sharded_modules)

@@ -17,7 +17,7 @@ from lightning_pipe.recsys.modules.feature_checks import (
     check_ids,
     check_lengths,
     conform_features,
-    refuse_trained_weights,
+    refuse_trainable_feature_weights,
     shallow_copy_features,
 )
 
@@ -94,9 +94,9 @@ def test_another_form_is_refused_with_both_forms_named(later: KeyedJaggedTensor,
 
 
 def test_weights_that_require_grad_are_refused_with_what_to_use_instead() -> None:
-    refuse_trained_weights("m", kjt(["a"], [[1]], weights=torch.ones(1)))
+    refuse_trainable_feature_weights("m", kjt(["a"], [[1]], weights=torch.ones(1)))
     with pytest.raises(InputError, match=r"'m'.*FeatureProcessedEmbeddingBagCollection"):
-        refuse_trained_weights("m", kjt(["a"], [[1]], weights=torch.ones(1, requires_grad=True)))
+        refuse_trainable_feature_weights("m", kjt(["a"], [[1]], weights=torch.ones(1, requires_grad=True)))
 
 
 def test_an_id_beyond_its_table_is_named_with_feature_table_and_rows() -> None:

@@ -20,7 +20,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from benchmarks.traffic import recorded_traffic
 from lightning_pipe.engine.common.errors import SetupError
-from lightning_pipe.engine.common.options import option_group
+from lightning_pipe.engine.common.options import parse_option_group
 from lightning_pipe.recsys.modules.quantized_comms import QuantizedComms
 from lightning_pipe.recsys.sharding.sharders import default_sharders
 from tests.distributed import run_ranks
@@ -318,7 +318,7 @@ def test_on_one_rank_nothing_travels_and_nothing_is_off(precision: str) -> None:
 )
 def test_an_option_that_cannot_be_is_named(config: Any, message: str) -> None:
     with pytest.raises(SetupError, match=message):
-        option_group(QuantizedComms, "quantized_comms", config)
+        parse_option_group(QuantizedComms, "quantized_comms", config)
 
 
 def test_one_that_is_made_by_hand_is_checked_as_well() -> None:

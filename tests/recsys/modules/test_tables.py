@@ -86,7 +86,7 @@ def test_tables_have_the_names_of_their_parameters_in_the_module() -> None:
     ]
     users, processed = found[0][0], found[3][0]
     assert (users.module_name, users.holder_name, users.config.name) == ("model.pooled", "model.pooled", "users")
-    assert (processed.module_name, processed.key) == (
+    assert (processed.module_name, processed.module_state_dict_key) == (
         "other.processed",
         "_embedding_bag_collection.embedding_bags.users.weight",
     )

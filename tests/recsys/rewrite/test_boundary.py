@@ -8,7 +8,7 @@ import pytest
 import torch
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedTensor
 
-from lightning_pipe.recsys.rewrite.boundary import Cut, cut_output, cut_tensor
+from lightning_pipe.recsys.rewrite.boundary import EmbeddingCut, cut_output, cut_tensor
 
 
 def source(weight: torch.Tensor) -> torch.Tensor:
@@ -39,7 +39,7 @@ def test_gradients_are_those_of_the_uncut_graph_also_after_changes_in_place(
     expected_loss = use(source(weight))
     (expected,) = torch.autograd.grad(expected_loss, weight)
 
-    cuts: list[Cut] = []
+    cuts: list[EmbeddingCut] = []
     passed_on = cut_tensor(source(weight), cuts)
     loss = use(passed_on)
     loss.backward()
@@ -62,7 +62,7 @@ def test_what_is_handed_on_is_no_leaf_and_no_view_and_shares_memory() -> None:
 
 def test_a_change_in_place_of_something_the_lookup_saved_is_an_error_and_not_a_wrong_gradient() -> None:
     weight = torch.ones(2, 2, requires_grad=True)
-    cuts: list[Cut] = []
+    cuts: list[EmbeddingCut] = []
     passed_on = cut_tensor(torch.exp(weight), cuts)  # exp saves its result
     passed_on.add_(1.0)
     passed_on.sum().backward()
@@ -71,14 +71,14 @@ def test_a_change_in_place_of_something_the_lookup_saved_is_an_error_and_not_a_w
 
 
 def test_an_output_without_use_has_a_gradient_of_zeros() -> None:
-    cuts: list[Cut] = []
+    cuts: list[EmbeddingCut] = []
     cut_tensor(source(torch.ones(2, 2, requires_grad=True)), cuts)
     assert cuts[0].gradient is None
     assert torch.equal(cuts[0].scaled_gradient(7.0), torch.zeros(2, 2))
 
 
 def test_outputs_keep_their_structure() -> None:
-    cuts: list[Cut] = []
+    cuts: list[EmbeddingCut] = []
     weight = torch.arange(8.0).view(2, 4).requires_grad_()
     keyed = cut_output(KeyedTensor(["a", "b"], [1, 3], source(weight)), cuts)
     assert isinstance(keyed, KeyedTensor)

@@ -59,8 +59,8 @@ def test_a_module_called_twice_or_never_has_a_reason_and_no_arguments() -> None:
     recorder.record_call("a", batch, {})
     assert recorder.arguments("a") == "was called 2 times in the first step"
     assert recorder.arguments("b") == "was not called in the first step"
-    assert recorder.call("a") is None
-    assert recorder.call("b") is None
+    assert recorder.get_recorded_arguments("a") is None
+    assert recorder.get_recorded_arguments("b") is None
 
 
 # By keys.

@@ -138,7 +138,7 @@ def inline(rank: int, world: int, used: dict[str, Any]) -> list[str]:
         else:
             with torch.no_grad():
                 found.append(raised(model, bad))
-    found.append(str(rewrite.resolved))
+    found.append(str(rewrite.is_resolved))
     return found
 
 
@@ -179,10 +179,10 @@ def fused(rank: int, world: int) -> dict[str, Any]:
         counts["evaluation on the input group"], sent = any(on_input for _, on_input in sent), []
         embeddings = rewrite.lookup(found[0])
         counts["lookup on the input group"] = any(on_input for _, on_input in sent)
-    with rewrite.serving(embeddings, data[1]):
+    with rewrite.using_looked_up_embeddings(embeddings, data[1]):
         loss = model(data[1])
     loss.backward()
-    rewrite.backward(embeddings)
+    rewrite.run_embedding_backward(embeddings)
     plain = shard(Bags(), {"af0": "table_wise", "af1": "row_wise", "bf1": "row_wise", "bf2": "column_wise"})
     reference_losses(plain, data[:2])
     counts["trained"] = same_values(table_values(model), table_values(plain))
@@ -196,7 +196,7 @@ def other_ranks(rank: int, world: int) -> tuple[dict[str, str], bool]:
     together: Any = dist.new_group()
     rewrite = ModelRewrite(model, input_group=alone[rank], agree_group=together)
     losses = pipelined_losses(rewrite, model, batches(3))
-    return rewrite.unpipelined, losses == reference_losses(plain, batches(3))
+    return rewrite.unpipelined_reasons, losses == reference_losses(plain, batches(3))
 
 
 @pytest.fixture(scope="module", params=[1, 2])

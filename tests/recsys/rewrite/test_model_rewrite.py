@@ -15,7 +15,7 @@ from torchrec.distributed.embedding_tower_sharding import ShardedEmbeddingTower
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedTensor
 
 from lightning_pipe.engine.common.errors import InputError, SetupError
-from lightning_pipe.recsys.kernels.fused_kernels import fused_kernels
+from lightning_pipe.recsys.kernels.fused_kernels import find_fused_kernels
 from lightning_pipe.recsys.rewrite.model_rewrite import ModelRewrite
 from lightning_pipe.recsys.rewrite.sharded_modules import ShardedModuleEntry
 from tests.distributed import run_ranks
@@ -147,7 +147,7 @@ def compare(
         "losses": losses == expected,
         "values": same_values(trained_values(model), trained_values(plain)),
         "pipelined": {name: str(arguments) for name, arguments in rewrite.pipelined.items()},
-        "unpipelined": rewrite.unpipelined,
+        "unpipelined": rewrite.unpipelined_reasons,
         "warnings": [str(one.message) for one in caught if "not pipelined" in str(one.message)],
     }
 
@@ -219,20 +219,20 @@ def evaluation(used: dict[str, Any]) -> dict[str, bool]:
         before_training = float(model(data[0]))  # as Lightning's sanity check does
     losses = pipelined_losses(rewrite, model, data[:2])
     ahead = rewrite.start_input_dist(data[2])
-    steps = [int(kernel.iter_cpu) for entry in rewrite.modules.values() for kernel in fused_kernels(entry)]
+    steps = [int(kernel.iter_cpu) for entry in rewrite.sharded_modules.values() for kernel in find_fused_kernels(entry)]
     with torch.no_grad():
         plainly = float(model(data[0]))
     with torch.inference_mode():
         inferred = float(model(data[0]))
         ahead_too = rewrite.lookup(rewrite.wait_inputs(rewrite.wait_splits(rewrite.start_input_dist(data[0]))))
-        with rewrite.serving(ahead_too, data[0]):
+        with rewrite.using_looked_up_embeddings(ahead_too, data[0]):
             pipelined = float(model(data[0]))
-    after = [int(kernel.iter_cpu) for entry in rewrite.modules.values() for kernel in fused_kernels(entry)]
+    after = [int(kernel.iter_cpu) for entry in rewrite.sharded_modules.values() for kernel in find_fused_kernels(entry)]
     embeddings = rewrite.lookup(rewrite.wait_inputs(rewrite.wait_splits(ahead)))
-    with rewrite.serving(embeddings, data[2]):
+    with rewrite.using_looked_up_embeddings(embeddings, data[2]):
         loss = model(data[2])
     loss.backward()
-    rewrite.backward(embeddings)
+    rewrite.run_embedding_backward(embeddings)
     losses += [float(loss), *pipelined_losses(rewrite, model, data[3:])]
     return {
         "same before training": before_training == expected[0],
@@ -250,12 +250,12 @@ def scaled(used: dict[str, Any]) -> dict[str, bool]:
         rewrite = ModelRewrite(model, **used, method="direct")
         (batch,) = batches(1)
         embeddings = rewrite.lookup(rewrite.wait_inputs(rewrite.wait_splits(rewrite.start_input_dist(batch))))
-        with rewrite.serving(embeddings, batch):
+        with rewrite.using_looked_up_embeddings(embeddings, batch):
             loss = model(batch)
         loss.backward()
         assert len(embeddings.gradient_tensors()) == 2
         before = table_values(model)
-        rewrite.backward(embeddings, scale)
+        rewrite.run_embedding_backward(embeddings, scale)
         assert embeddings.gradient_tensors() == []
         results.append(table_values(model))
     return {
@@ -273,9 +273,9 @@ def unused(used: dict[str, Any]) -> list[bool]:
         rewrite = ModelRewrite(model, **used, method="direct")
         (batch,) = batches(1)
         embeddings = rewrite.lookup(rewrite.wait_inputs(rewrite.wait_splits(rewrite.start_input_dist(batch))))
-        with rewrite.serving(embeddings, batch):
+        with rewrite.using_looked_up_embeddings(embeddings, batch):
             model(batch)
-        rewrite.backward(embeddings, agree_unused=agree)
+        rewrite.run_embedding_backward(embeddings, agree_unused=agree)
         found.append(any(bool(value.isnan().any()) for value in table_values(model).values()))
     return found
 
@@ -295,17 +295,17 @@ def restored(used: dict[str, Any]) -> dict[str, bool]:
         refused = str(error)
     rewrite.detach()
     clean = [name for name, module in model.named_modules() if "forward" in module.__dict__]
-    for module in rewrite.modules.values():
+    for module in rewrite.sharded_modules.values():
         for child in module.modules():
             clean += ["dist" for part in getattr(child, "_input_dists", ()) if "forward" in part._dist.__dict__]
     with torch.no_grad():
         model(data[0])
     rewrite.attach()
     embeddings = rewrite.lookup(rewrite.wait_inputs(rewrite.wait_splits(ahead)))
-    with rewrite.serving(embeddings, data[2]):
+    with rewrite.using_looked_up_embeddings(embeddings, data[2]):
         loss = model(data[2])
     loss.backward()
-    rewrite.backward(embeddings)
+    rewrite.run_embedding_backward(embeddings)
     losses.append(float(loss))
     rewrite.restore()
     again = ModelRewrite(model, **used)
@@ -323,7 +323,7 @@ def wrong_piece(used: dict[str, Any]) -> str:
     first, second = batches(2)
     embeddings = rewrite.lookup(rewrite.wait_inputs(rewrite.wait_splits(rewrite.start_input_dist(first))))
     try:
-        with rewrite.serving(embeddings, first):
+        with rewrite.using_looked_up_embeddings(embeddings, first):
             model(second)
     except InputError as error:
         return str(error)
@@ -450,7 +450,7 @@ class Prefetches:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, prefetch_pipeline: bool, has_cache: bool = True) -> None:
         self.count = 0
         module: Any = shard(Bags()).module.a
-        (kernel,) = fused_kernels(module)
+        (kernel,) = find_fused_kernels(module)
         kernel.prefetch_pipeline = prefetch_pipeline
         if has_cache:
             kernel.lxu_cache_weights = torch.ones(2, 8)

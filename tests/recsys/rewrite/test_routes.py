@@ -15,10 +15,10 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_pipe.recsys.rewrite.input_dist import (
     FusableAllToAll,
-    SplitsLayout,
+    SplitsMessageLayout,
     SplitsRequest,
+    collect_outgoing_features,
     defer_input_dists,
-    parts_of,
 )
 from tests.distributed import run_ranks
 
@@ -94,12 +94,12 @@ def exchanged(rank: int, world: int) -> dict[str, tuple[Any, Any]]:
                     made = features(**{"weighted": False, "variable": False, **case}, known=known)
                     with defer_input_dists():
                         request: Any = KJTListSplitsAwaitable([fusable(made)], ours)
-                    (part,) = parts_of(request)
+                    (part,) = collect_outgoing_features(request)
                     part.route.variable = part.variable
-                    layout = SplitsLayout([part.route], CPU)
+                    layout = SplitsMessageLayout([part.route], CPU)
                     sizes = SplitsRequest(layout, {"module": request}, {"module": ours})
                     for again in (False, True):
-                        received = sizes.wait()["module"].wait()[0]
+                        received = sizes.wait_and_send_tensors()["module"].wait()[0]
                         key = f"{name}, stagger {stagger}, int32 {int32}, known {known}, again {again}"
                         results[key] = content(received, ours), expected
     return results

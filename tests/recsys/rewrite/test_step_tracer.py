@@ -89,7 +89,7 @@ def test_post_processing_without_trainable_parameters_is_found_and_run_once_for_
     arguments = results["table"]
     assert isinstance(arguments, CallArguments)
     assert str(arguments) == str(results["other"]) == "shift(batch['raw'], by=2)['ids']"
-    assert list(arguments.postprocesses()) == ["shift"]
+    assert list(arguments.collect_postprocess_calls()) == ["shift"]
     calls = []
 
     def shift(ids: torch.Tensor, by: int) -> dict[str, torch.Tensor]:
@@ -127,7 +127,7 @@ def test_post_processing_may_take_collections_and_other_post_processing() -> Non
     arguments = results["table"]
     assert isinstance(arguments, CallArguments)
     assert str(arguments) == "join(list(shift(batch.a)['ids'], batch.b), dict(batch.c))"
-    assert list(arguments.postprocesses()) == ["shift", "join"]
+    assert list(arguments.collect_postprocess_calls()) == ["shift", "join"]
 
 
 def test_arguments_that_need_the_step_itself_are_told_apart() -> None:

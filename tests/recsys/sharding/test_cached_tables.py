@@ -15,7 +15,7 @@ from torchrec.distributed.types import CacheParams, ParameterSharding, ShardingP
 from lightning_pipe._compat.torchrec import kernels_of
 from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.recsys.modules.tables import find_tables
-from lightning_pipe.recsys.sharding.cached_tables import read_fused_params, with_cache_params
+from lightning_pipe.recsys.sharding.cached_tables import add_cache_params_to_plan, read_fused_params
 from lightning_pipe.recsys.sharding.sharded_model import ShardedModel
 from lightning_pipe.recsys.sharding.sharders import default_sharders
 from lightning_pipe.recsys.sharding.sharding_plan import OrderedEnumerator
@@ -104,7 +104,7 @@ def test_the_planner_of_a_gpu_plans_with_the_arguments_and_makes_tables_for_pref
     assert {(option.name, option.cache_load_factor) for option in options} == {
         (name, 0.5) for name in ("users", "movies", "history")
     }
-    whole = with_cache_params(with_caches(load_factor=0.5), tables, {})
+    whole = add_cache_params_to_plan(with_caches(load_factor=0.5), tables, {})
     assert whole.plan["pooled"]["users"].cache_params == CacheParams(load_factor=0.5, prefetch_pipeline=True)
 
 

@@ -363,8 +363,8 @@ def test_tables_that_are_only_evaluated_need_no_optimizer_and_cannot_be_trained_
     sharded = shard(model, sparse_optimizer=None, trains=False)
     assert all(torch.equal(sharded.full_table(name), value) for name, value in values.items())
     with pytest.raises(SetupError, match=rf"sharded for an evaluation.*{USERS}.*{MOVIES}.*cannot be trained"):
-        sharded.refuse_untrained()
-    shard(make_model(), trains=False).refuse_untrained()  # these have an optimizer
+        sharded.refuse_untrainable_tables()
+    shard(make_model(), trains=False).refuse_untrainable_tables()  # these have an optimizer
 
 
 @pytest.mark.usefixtures("one_rank")

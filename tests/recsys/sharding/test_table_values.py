@@ -12,7 +12,7 @@ from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.recsys.modules.tables import Table
 from lightning_pipe.recsys.sharding import table_values
-from lightning_pipe.recsys.sharding.table_values import LocalShard, copy_values, fill_with_init_fn
+from lightning_pipe.recsys.sharding.table_values import LocalShard, copy_table_to_shards, fill_with_init_fn
 
 ROWS, COLUMNS = 10, 4
 
@@ -48,7 +48,7 @@ def test_a_piece_gets_its_part_of_the_table_whatever_the_blocks(
     monkeypatch.setattr(table_values, "BLOCK_BYTES", rows_a_block * COLUMNS * 4)
     source = torch.arange(float(ROWS * COLUMNS)).view(ROWS, COLUMNS)
     part = piece(row, column, rows, columns)
-    copy_values(source, (ROWS, COLUMNS), source.dtype, [part], torch.device("cpu"), one_rank)
+    copy_table_to_shards(source, (ROWS, COLUMNS), source.dtype, [part], torch.device("cpu"), one_rank)
     assert torch.equal(part.values, source[row : row + rows, column : column + columns])
 
 

@@ -29,7 +29,7 @@ from lightning_pipe.recsys import (
     recsys_tasks,
 )
 from lightning_pipe.recsys.dense.dense_reduction import DenseGradientReducer
-from lightning_pipe.recsys.kernels.fused_kernels import fused_kernels
+from lightning_pipe.recsys.kernels.fused_kernels import find_fused_kernels
 from lightning_pipe.recsys.plans.recsys_plans import plan_of_spec
 from lightning_pipe.recsys.tasks.actions import TableHooks
 from lightning_pipe.recsys.tasks.context import RecsysContext
@@ -179,7 +179,9 @@ def test_a_batch_that_is_not_trained_changes_nothing(why: str) -> None:
 
 def steps_of(model: ShardedModel) -> list[int]:
     """How many steps the tables' kernels have counted."""
-    return [int(kernel.iter.item()) for module in model.sharded_modules.values() for kernel in fused_kernels(module)]
+    return [
+        int(kernel.iter.item()) for module in model.sharded_modules.values() for kernel in find_fused_kernels(module)
+    ]
 
 
 def test_a_caller_s_own_step_and_backward_are_run_in_their_tasks() -> None:
@@ -187,7 +189,7 @@ def test_a_caller_s_own_step_and_backward_are_run_in_their_tasks() -> None:
     called = []
     with actions_of(model, training_step=None) as actions:
         pipeline = SWPipeline(recsys_plan("base", recsys_tasks(actions)))
-        ctx = pipeline.begin(iter(batches(3)))
+        ctx = pipeline.begin_period(iter(batches(3)))
 
         def step() -> Any:
             called.append("step")
@@ -203,7 +205,7 @@ def test_a_caller_s_own_step_and_backward_are_run_in_their_tasks() -> None:
         ctx.run_backward = backward
         pipeline.run_until("DenseBackward")
         assert ctx.has_gradients
-        pipeline.finish()
+        pipeline.finish_period()
         pipeline.close()
     assert called == ["step", "backward"]
 

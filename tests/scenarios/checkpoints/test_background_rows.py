@@ -16,7 +16,7 @@ from lightning_pipe.checkpoints.background_save import BackgroundSave
 from lightning_pipe.engine import PipelineError
 from lightning_pipe.recsys.dynamic.store.rocksdb_store import RocksDbStore
 from lightning_pipe.recsys.dynamic.store.row_files import read_rows
-from lightning_pipe.recsys.dynamic.tables.row_dump import RowDump
+from lightning_pipe.recsys.dynamic.tables.row_dump import RowCommit
 from tests.distributed import run_ranks
 from tests.patience import HANG
 from tests.recsys.dynamic.dynamic_cases import same
@@ -120,21 +120,21 @@ def test_checkpoints_hold_the_rows_of_their_steps_though_training_has_gone_on(tm
 def failing_store(rank: int, world_size: int, path: Path) -> str:
     """Message when rank 1 cannot write the rows of the second checkpoint, which the third one learns."""
     write = RocksDbStore.write
-    commits: list[RowDump] = []
+    commits: list[RowCommit] = []
 
     def no_room(store: RocksDbStore, table: str, *args: Any) -> None:
         if rank == 1 and len(commits) > 2 and threading.current_thread() is not threading.main_thread():
-            raise store._folder.unwritable("no room")
+            raise store._folder.unwritable_error("no room")
         write(store, table, *args)
 
-    def counted(dump: RowDump, *args: Any, **options: Any) -> None:
+    def counted(dump: RowCommit, *args: Any, **options: Any) -> None:
         commits.append(dump)
         commit(dump, *args, **options)
 
-    commit = RowDump.commit
+    commit = RowCommit.commit
     with (
         mock.patch.object(RocksDbStore, "write", no_room),
-        mock.patch.object(RowDump, "commit", counted),
+        mock.patch.object(RowCommit, "commit", counted),
         pytest.raises(PipelineError) as raised,
     ):
         run(

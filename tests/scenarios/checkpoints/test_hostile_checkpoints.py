@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from lightning_pipe.checkpoints.export import export_checkpoint
 from lightning_pipe.checkpoints.folder_reading import read_metadata
-from lightning_pipe.checkpoints.safe_reading import SafeReader, with_checksum
+from lightning_pipe.checkpoints.safe_reading import SafeFileSystemReader, with_checksum
 from lightning_pipe.engine import SetupError
 from lightning_pipe.strategies import PipelineStrategy
 from lightning_pipe.strategies.language_model.stage_checkpoint import load_stage_checkpoint
@@ -294,11 +294,11 @@ def test_no_changed_byte_of_metadata_passes(tmp_path: Path) -> None:
     path = tmp_path / "good" / ".metadata"
     content = with_checksum(path.read_bytes())
     path.write_bytes(content)
-    assert SafeReader(path.parent).read_metadata().planner_data == {"state_dict.a": ("state_dict", "a")}
+    assert SafeFileSystemReader(path.parent).read_metadata().planner_data == {"state_dict.a": ("state_dict", "a")}
     for place in range(len(content)):
         path.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
         with pytest.raises(SetupError, match=r"good/\.metadata' cannot be read"):
-            SafeReader(path.parent).read_metadata()
+            SafeFileSystemReader(path.parent).read_metadata()
 
 
 def test_no_class_is_changed_by_reading(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ from lightning_pipe.checkpoints.folder_reading import read_extra_state, read_ful
 from lightning_pipe.engine import PipelinePlan, PipelineTask, SetupError, TaskSchedule
 from lightning_pipe.recsys.dynamic.store.rocksdb_store import RocksDbStore
 from lightning_pipe.recsys.dynamic.store.row_files import StoredRows, read_rows, write_rows
-from lightning_pipe.recsys.dynamic.store.row_store import StoreIdentity
+from lightning_pipe.recsys.dynamic.store.row_store import RankStoreIdentity
 from lightning_pipe.strategies.auto_plan_options import write_choice
 from tests.scenarios.checkpoints.disk_recorder import Point, Recording, recorded
 from tests.scenarios.checkpoints.power_cuts import Replay
@@ -89,7 +89,7 @@ def test_a_folder_is_as_it_was_or_as_it_was_written(
     exchange: bool, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not exchange:
-        monkeypatch.setattr(atomic_folder, "_exchange", lambda one, other: False)
+        monkeypatch.setattr(atomic_folder, "_exchange_paths_atomically", lambda one, other: False)
     root, folder = place / "root", place / "root" / "made" / "by" / "it"
     root.mkdir()
     with recorded(root) as recording:
@@ -115,7 +115,7 @@ def open_store(folder: Path) -> RocksDbStore:
 def read_store(folder: Path, version: int | None) -> Any:
     store = open_store(folder)
     try:
-        state = store.state
+        state = store.store_state
         store.recover(state.committed if version is None else version)
         rows = {
             (table, key): record.tobytes()
@@ -160,12 +160,12 @@ def test_a_store_is_at_the_version_before_or_at_the_next(place: Path) -> None:
     with recorded(root, of_engine, has_synced) as recording:
         store = open_store(root / "made" / "store")
         recording.mark("new")
-        store.join_run(StoreIdentity("abc", 0, 1))
+        store.write_identity(RankStoreIdentity("abc", 0, 1))
         recording.mark("joined")
         store.recover(0)
         for version in (1, 2):
             fill(store, version)
-            store.prepare(version, {"step": str(version)})
+            store.prepare_commit(version, {"step": str(version)})
             recording.mark(f"prepared {version}")
             store.commit(version)
             recording.mark(f"committed {version}")
@@ -173,7 +173,7 @@ def test_a_store_is_at_the_version_before_or_at_the_next(place: Path) -> None:
         store = open_store(root / "made" / "store")
         store.recover(2)
         fill(store, 3)
-        store.prepare(3)
+        store.prepare_commit(3)
         recording.mark("prepared 3")
         store.close()
         store = open_store(root / "made" / "store")
@@ -191,16 +191,16 @@ def test_a_version_that_is_abandoned_takes_nothing_with_it(place: Path) -> None:
         store = open_store(root)
         store.recover(0)
         fill(store, 1)
-        store.prepare(1)
+        store.prepare_commit(1)
         store.commit(1)
         recording.mark("committed 1")
         fill(store, 2)
-        store.prepare(2)
+        store.prepare_commit(2)
         store.close()
         store = open_store(root)
         store.recover(1)
         fill(store, 3)
-        store.prepare(2)
+        store.prepare_commit(2)
         recording.mark("prepared again")
         store.commit(2)
         recording.mark("committed 2")

@@ -19,7 +19,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_pipe.checkpoints.export import export_checkpoint
 from lightning_pipe.checkpoints.folder_reading import read_extra_state
 from lightning_pipe.checkpoints.folder_writing import write_checkpoint
-from lightning_pipe.checkpoints.remote_folder import parse_local_or_remote_path, resolve_folder
+from lightning_pipe.checkpoints.remote_folder import follow_checkpoint_marker, parse_local_or_remote_path
 from lightning_pipe.cli.main import main
 from lightning_pipe.engine import SetupError
 from lightning_pipe.recsys import read_rows
@@ -183,7 +183,7 @@ def test_killed_at_any_request_of_a_save_the_url_leads_to_the_old_or_the_new_che
         with suppress(AssertionError):  # of the killed rank
             run_ranks(save_and_die, 1, {**environment, "DONE": str(done)}, at)
         found = parse_local_or_remote_path(f"{URL}/last.ckpt")
-        steps.append(read_extra_state(resolve_folder(found), None)["global_step"])
+        steps.append(read_extra_state(follow_checkpoint_marker(found), None)["global_step"])
         run_ranks(resumed_and_saved, 1, environment)
         left = {name.partition("/")[0] for name in objects() if name.startswith(".last.ckpt")}
         assert len(left) == 1, f"killed at {at}"

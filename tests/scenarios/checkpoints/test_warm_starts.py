@@ -133,7 +133,7 @@ def refusals(rank: int, world_size: int, folder: Path) -> dict[str, str]:
 def test_what_does_not_fit_is_refused_on_every_rank(tmp_path: Path) -> None:
     run_ranks(save, 2, tmp_path, ["row_wise"], ADAGRAD)
     messages = {
-        "ranks disagree": "the warm start differs between ranks: rank 0 has 'init_from' = \"WarmStart(",
+        "ranks disagree": "the warm start differs between ranks: rank 0 has 'init_from' = \"WarmStartOptions(",
         "one rank alone": "the warm start differs between ranks: rank 0 has 'init_from' = 'None'",
         "nothing there": "nothing' is not there, expected a folder written under a recsys plan",
         "fewer rows": f"fewer rows are expected of table {PEOPLE} (24 rows in it, now 16)",

@@ -105,17 +105,17 @@ def _whole_periods(pipeline: SWPipeline, data: Iterator[int]) -> None:
 def _steps(pipeline: SWPipeline, data: Iterator[int]) -> None:
     with suppress(StopIteration):
         while True:
-            pipeline.begin(data)
+            pipeline.begin_period(data)
             pipeline.run_until("look_up")
-            ctx = pipeline.begin_task("train")
+            ctx = pipeline.begin_caller_task("train")
             pipeline.plan.tasks["train"].fn(ctx)
-            pipeline.end_task("train")
-            pipeline.finish()
+            pipeline.end_caller_task("train")
+            pipeline.finish_period()
 
 
 def _serial_then_drained(pipeline: SWPipeline, data: Iterator[int]) -> None:
-    pipeline.begin_serial(data)
-    pipeline.finish()
+    pipeline.begin_serial_period(data)
+    pipeline.finish_period()
     pipeline.progress(data)
     pipeline.drain()
     _whole_periods(pipeline, data)
@@ -145,9 +145,9 @@ def _interrupted(run: _Run, number: int) -> str:
     if came and not pipeline.failed and run is not _abandoned_and_closed:
         # It came where a call begins: the caller can call that again.
         with suppress(PlanError):
-            pipeline.end_task("train")
+            pipeline.end_caller_task("train")
         with suppress(PlanError):
-            pipeline.finish()
+            pipeline.finish_period()
         _whole_periods(pipeline, data)
         assert trained == list(range(BATCHES)), f"interrupted at {interrupt.where}"
     elif came and pipeline.failed:

@@ -50,10 +50,10 @@ def train(
             while True:
                 try:
                     if stepwise:
-                        pipeline.begin(data)
+                        pipeline.begin_period(data)
                         for task in stepwise:
                             pipeline.run_until(task)
-                        retired.append(pipeline.finish().iter_idx)
+                        retired.append(pipeline.finish_period().iter_idx)
                     else:
                         retired.append(pipeline.progress(data).iter_idx)
                 except StopIteration:

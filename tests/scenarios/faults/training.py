@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_pipe.llm.run.training_tasks import llm_plan
-from lightning_pipe.loops.programs.default_program import default_plan
+from lightning_pipe.loops.programs.default_program import build_plan_of_default_tasks
 from lightning_pipe.recsys.tasks.task_list import recsys_tasks
 from lightning_pipe.strategies.pipeline import PipelineStrategy
 from tests.loops.models import Net, Rows
@@ -44,7 +44,7 @@ KINDS = {
         Net,
         PipelineStrategy,
         {"dataset": Rows(12), "batch_size": 1},
-        tuple(default_plan(lambda batch: batch).tasks),
+        tuple(build_plan_of_default_tasks(lambda batch: batch).tasks),
     ),
     "recsys": Kind(
         cases.Clicks,

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from lightning_pipe.engine.common.errors import SetupError
-from lightning_pipe.recsys.dynamic.store.row_files import Columns, StoredRows, check_rows, read_rows, write_rows
+from lightning_pipe.recsys.dynamic.store.row_files import Columns, StoredRows, check_row_files, read_rows, write_rows
 from lightning_pipe.recsys.dynamic.store.versions import VersionedFolder
 from tests.scenarios.fuzzing.bounded import Outcome, open_bounded
 
@@ -37,7 +37,7 @@ def read_table(folder: Path) -> None:
     """As a resume does, and as a user without a model does."""
     for _ in read_rows(folder, "users"):
         pass
-    check_rows(folder, {"users": COLUMNS})
+    check_row_files(folder, {"users": COLUMNS})
 
 
 def put(folder: Path, content: bytes) -> None:

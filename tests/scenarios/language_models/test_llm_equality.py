@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from lightning_pipe.llm.model.derived_config import derive_config
+from lightning_pipe.llm.model.derived_config import derive_pp_module_config
 from lightning_pipe.llm.schedules.specs import SCHEDULES
 from tests.distributed import run_ranks
 from tests.rounding import Reference
@@ -144,7 +144,7 @@ def alone(layers: int, orders: tuple[tuple[str, tuple[int, ...]], ...], case: Ca
 
 def expected(case: Case) -> Trained:
     layers = layers_of(case.ranks)
-    orders = backward_orders(case.schedule, case.ranks, case.microbatches, derive_config(TinyLM(layers)))
+    orders = backward_orders(case.schedule, case.ranks, case.microbatches, derive_pp_module_config(TinyLM(layers)))
     # Most schedules have the same order, so the same result.
     fixed = tuple((name, tuple(order)) for name, order in orders.items())
     return alone(layers, fixed, case._replace(schedule="", ranks=0))
@@ -180,7 +180,7 @@ def test_models_of_hugging_face_train_split_and_untouched(case: HFCase) -> None:
     assert type(module.model).__module__.startswith("transformers.")
     initial = values_of(module.model)
     count = 8 if case.schedule == "dualpipev" else 4
-    orders = backward_orders(case.schedule, case.ranks, count, derive_config(module.model))
+    orders = backward_orders(case.schedule, case.ranks, count, derive_pp_module_config(module.model))
     reference = train_alone(module, "adamw", row_batches(4), count, orders)
     trained, begun = zip(*found(run_hf, case), strict=True)
     assert not differing({name: value for one in begun for name, value in one.items()}, initial)

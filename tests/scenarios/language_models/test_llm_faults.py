@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, WeightedRandomSampler
 
 from lightning_pipe.engine import InputError, SetupError
-from lightning_pipe.llm.model.derived_config import derive_config
+from lightning_pipe.llm.model.derived_config import derive_pp_module_config
 from lightning_pipe.strategies.language_model.strategy import LLMPipelineStrategy
 from tests.distributed import run_ranks
 from tests.strategies.llm_cases import (
@@ -199,7 +199,7 @@ def test_a_module_may_be_in_a_sequence_twice_and_trains_as_on_one_device() -> No
     module, batches = Twice(), row_batches(2)
     fit(module, llm("gpipe", 4), batches)
     assert module.model is not None
-    orders = backward_orders("gpipe", 1, 4, derive_config(module.model))
+    orders = backward_orders("gpipe", 1, 4, derive_pp_module_config(module.model))
     alone = train_alone(Twice(), "sgd", batches, 4, orders)
     assert len(alone.gradients) == 2
     assert unequal(Trained(module.losses, module.gradients, values_of(module.model)), alone) == []

@@ -102,7 +102,7 @@ def train_alone(case: str, dtype: torch.dtype) -> tuple[list[float], dict[str, T
         parts = microbatches_of(batch, 4)
         here = sum(int((part["labels"] != -100).sum()) for part in parts)
         with torch.autocast("cpu", dtype):
-            each = [module.summed_loss(module._output(part), part) for part in parts]
+            each = [module.summed_loss(module._compute_unsplit_output(part), part) for part in parts]
         if step % every == 0:
             tokens, divisor = 0, 2.0 ** (here - 1).bit_length()
         tokens += here

@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from lightning_pipe.llm.batches.packing import PackedDocuments, split_into_packed_rows
+from lightning_pipe.llm.batches.packing import PackedDocuments, split_packed_batch_by_row
 from tests.distributed import run_ranks
 from tests.strategies.llm_cases import MAX_LENGTH, SEED, VOCABULARY, Tiny, TinyHF, fit, hf_config, llm, trainer
 
@@ -52,7 +52,7 @@ def plain_losses(model: str, method: str) -> list[float]:
     for batch in batches(method):
         total, tokens = 0.0, 0
         optimizer.zero_grad()
-        for row in split_into_packed_rows(batch):
+        for row in split_packed_batch_by_row(batch):
             cuts = row["cu_seq_lens_q"].diff().tolist()
             for ids, labels in zip(row["input_ids"].split(cuts, 1), row["labels"].split(cuts, 1), strict=True):
                 one = {"input_ids": ids, "labels": labels}
@@ -70,7 +70,7 @@ def plain_losses(model: str, method: str) -> list[float]:
 def trained(rank: int, world: int, model: str, method: str, schedule: str) -> list[float]:
     module = module_of(model)
     # Documents by positions, in batches that are cut by rows; or by boundaries, in a list of micro-batches.
-    data = [split_into_packed_rows(one) for one in batches(method)] if model == "own" else batches(method)
+    data = [split_packed_batch_by_row(one) for one in batches(method)] if model == "own" else batches(method)
     fit(module, llm(schedule, ROWS if model == "own" else 2), data)
     losses: list[float] = module.losses
     return losses

@@ -12,7 +12,7 @@ from torchrec.distributed.types import EmbeddingModuleShardingPlan, ParameterSha
 
 from lightning_pipe.engine import SetupError
 from lightning_pipe.recsys import TrainPipeline
-from lightning_pipe.recsys.kernels.fused_kernels import fused_kernels
+from lightning_pipe.recsys.kernels.fused_kernels import find_fused_kernels
 from lightning_pipe.recsys.plans.recsys_plans import recsys_plan
 from lightning_pipe.recsys.sharding.shard_model import shard_model
 from lightning_pipe.recsys.sharding.sharded_model import ShardedModel
@@ -38,7 +38,7 @@ def prefetch_ahead(sharded: ShardedModel) -> list[bool]:
     return [
         kernel.prefetch_pipeline and kernel.lock_cache_line
         for module in sharded.sharded_modules.values()
-        for kernel in fused_kernels(module)
+        for kernel in find_fused_kernels(module)
     ]
 
 

@@ -143,7 +143,7 @@ class InFlight(Callback):
         loop = trainer.fit_loop.epoch_loop
         assert isinstance(loop, PipelineTrainingEpochLoop)
         assert loop.ledger is not None
-        self.most = max(self.most, loop.ledger.in_flight)
+        self.most = max(self.most, loop.ledger.num_in_flight)
 
 
 @dataclass

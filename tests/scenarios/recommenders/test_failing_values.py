@@ -35,14 +35,19 @@ def test_rows_that_could_not_start_anew_are_not_read_before_they_have(way: str) 
     values = Values()
     table = Table(initial=values, admission_threshold=2)
     ticket = table.prefetch(7)
-    table.cache.begin(ticket, 1)
+    table.cache.begin_batch_and_count_ids(ticket, 1)
     table.backward(ticket)
     values.fails = True
     if way == "a batch that is trained":
         table.cache.end_trained(ticket)
     else:
-        table.cache.discard(ticket)
-    other = [table.cache.flush, lambda: table.prefetch(7), lambda: table.look(8), lambda: list(table.cache.rows())]
+        table.cache.end_untrained(ticket)
+    other = [
+        table.cache.flush,
+        lambda: table.prefetch(7),
+        lambda: table.look(8),
+        lambda: list(table.cache.flush_and_scan_rows()),
+    ]
     for read in other:
         with pytest.raises(ValueError, match="no values today"):
             read()
@@ -56,10 +61,10 @@ def test_rows_that_are_forgotten_are_owed_nothing() -> None:
     values = Values()
     table = Table(initial=values, admission_threshold=2)
     ticket = table.prefetch(7)
-    table.cache.begin(ticket, 1)
+    table.cache.begin_batch_and_count_ids(ticket, 1)
     values.fails = True
     table.cache.end_trained(ticket)
-    table.cache.forget()
+    table.cache.clear_without_writing()
     values.fails = False
     table.train(1, 1, 2, 3, 4)
     table.train(2, 1, 2, 3, 4)

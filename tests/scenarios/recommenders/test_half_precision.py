@@ -14,7 +14,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor
 
 from lightning_pipe.engine import SetupError
-from lightning_pipe.recsys.kernels.fused_kernels import fused_kernels
+from lightning_pipe.recsys.kernels.fused_kernels import find_fused_kernels
 from tests.distributed import run_ranks
 from tests.rounding import Reference
 from tests.scenarios.recommenders.test_gradient_clipping import CLIP, joint, own
@@ -131,7 +131,7 @@ class Recorder(pl.Callback):
         self.record.states.append(state_of(trainer))
         self.record.scales.append(trainer.precision_plugin.scaler.get_scale())  # type: ignore[attr-defined]
         sharded = trainer.strategy.sharded_model  # type: ignore[attr-defined]
-        kernels = [kernel for module in sharded.sharded_modules.values() for kernel in fused_kernels(module)]
+        kernels = [kernel for module in sharded.sharded_modules.values() for kernel in find_fused_kernels(module)]
         counts = [(int(kernel.iter), int(kernel.iter_cpu)) for kernel in kernels]
         self.record.counts.append([count for both in counts for count in both])
 

@@ -95,7 +95,7 @@ def rows_of_ids(model: ShardedModel) -> dict[str, dict[int, list[Tensor]]]:
     """The row of each id, and the states of its optimizer, by table."""
     found: dict[str, dict[int, list[Tensor]]] = {}
     for _, one in model.id_maps._maps:
-        ids_name, rows_name = one.names
+        ids_name, rows_name = one.buffer_names
         (full,) = (name for name, table in model.tables.items() if table.config.name == one.table)
         states = model.full_optimizer_state(full)
         whole = [model.full_table(full), *(states[key] for key in sorted(states))]

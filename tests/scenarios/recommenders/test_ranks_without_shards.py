@@ -12,7 +12,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from lightning_pipe.engine import InputError, PlanError, SetupError
-from lightning_pipe.recsys.kernels.fused_kernels import fused_kernels
+from lightning_pipe.recsys.kernels.fused_kernels import find_fused_kernels
 from tests.distributed import run_ranks
 from tests.recsys.pipeline_cases import DEPTHS, Case, difference, outcome, sharded
 from tests.recsys.rewrite_cases import ROWS, Batch, batches
@@ -47,7 +47,7 @@ CASE = Case(OneTable, batches, "table_wise", NO_EPS)
 
 
 def plans(rank: int, world_size: int) -> dict[str, Any]:
-    found: dict[str, Any] = {"kernels": len(fused_kernels(sharded(CASE).module))}
+    found: dict[str, Any] = {"kernels": len(find_fused_kernels(sharded(CASE).module))}
     expected = outcome(CASE, "serial")
     for plan in DEPTHS:
         values = outcome(CASE, plan).values
@@ -79,7 +79,7 @@ def refused(rank: int, world_size: int) -> dict[str, str]:
                 found["ahead"] = "no error"
         except PlanError as error:
             found["ahead"] = str(error)
-    with mock.patch("lightning_pipe.recsys.rewrite.model_rewrite.check_capturable", not_capturable):
+    with mock.patch("lightning_pipe.recsys.rewrite.model_rewrite.check_calls_can_be_captured", not_capturable):
         try:
             with pipeline_of(sharded(CASE), "base", max_norm=1.0):
                 found["clipped"] = "no error"

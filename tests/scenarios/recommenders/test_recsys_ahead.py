@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_pipe.engine import PlanError
 from lightning_pipe.recsys import TrainPipeline, shard_model
-from lightning_pipe.recsys.kernels.fused_kernels import fused_kernels
+from lightning_pipe.recsys.kernels.fused_kernels import find_fused_kernels
 from tests.distributed import run_ranks
 from tests.strategies.cases import (
     ROW_WISE_ADAGRAD,
@@ -197,7 +197,7 @@ def test_stale_lookups_train_under_a_trainer_as_in_the_train_pipeline() -> None:
 
 def counts(used: pl.Trainer) -> list[int]:
     modules = used.strategy.sharded_model.sharded_modules.values()  # type: ignore[attr-defined]
-    return [int(kernel.iter.item()) for module in modules for kernel in fused_kernels(module)]
+    return [int(kernel.iter.item()) for module in modules for kernel in find_fused_kernels(module)]
 
 
 class Stop(Callback):

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_pipe.engine import InputError
 from lightning_pipe.engine.plans.schedule import MAIN
-from lightning_pipe.recsys.kernels.fused_kernels import fused_kernels
+from lightning_pipe.recsys.kernels.fused_kernels import find_fused_kernels
 from tests.distributed import run_ranks
 from tests.rounding import Reference
 from tests.strategies.cases import (
@@ -220,9 +220,9 @@ def test_an_evaluation_checks_ids_where_asked_to_and_leaves_the_kernels_counts()
     module = Clicks()
     used.fit(module, loader(12))
     modules = strategy.sharded_model.sharded_modules.values()
-    before = [int(kernel.iter_cpu) for one in modules for kernel in fused_kernels(one)]
+    before = [int(kernel.iter_cpu) for one in modules for kernel in find_fused_kernels(one)]
     used.validate(module, loader(24), verbose=False)
-    assert [int(kernel.iter_cpu) for one in modules for kernel in fused_kernels(one)] == before
+    assert [int(kernel.iter_cpu) for one in modules for kernel in find_fused_kernels(one)] == before
 
 
 # ---------------------------------------------------------------------- several ranks

@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import Callback
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau, StepLR
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
-from lightning_pipe.recsys.kernels.fused_kernels import fused_kernels
+from lightning_pipe.recsys.kernels.fused_kernels import find_fused_kernels
 from lightning_pipe.strategies import RecsysPipelineStrategy
 from tests.rounding import Reference
 from tests.strategies.cases import (
@@ -236,6 +236,8 @@ def test_validate_test_and_predict_compute_what_the_unsharded_module_does() -> N
     strategy = recsys(optimizer=None)
     assert Reference.of(lambda: evaluated("auto")).differences(evaluated(strategy)) == []
     assert isinstance(strategy, RecsysPipelineStrategy)
-    kernels = [kernel for module in strategy.sharded_model.sharded_modules.values() for kernel in fused_kernels(module)]
+    kernels = [
+        kernel for module in strategy.sharded_model.sharded_modules.values() for kernel in find_fused_kernels(module)
+    ]
     assert kernels
     assert [int(kernel.iter_cpu) for kernel in kernels] == [0] * len(kernels)

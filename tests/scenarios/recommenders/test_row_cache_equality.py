@@ -20,10 +20,10 @@ from lightning_pipe.recsys.dynamic.cache.host_rows import HostRows
 from lightning_pipe.recsys.dynamic.cache.id_map import DeviceIdMap
 from lightning_pipe.recsys.dynamic.cache.initial_values import InitialValues, Normal
 from lightning_pipe.recsys.dynamic.cache.row_cache import RowCache
-from lightning_pipe.recsys.dynamic.cache.ticket import Ticket
+from lightning_pipe.recsys.dynamic.cache.ticket import PinnedCacheSlots
 from lightning_pipe.recsys.dynamic.store import buffered_store
-from lightning_pipe.recsys.dynamic.store.buffered_store import Change, SharedStore, StoredTable
-from lightning_pipe.recsys.dynamic.tables.batch_ids import prefetch_on_device
+from lightning_pipe.recsys.dynamic.store.buffered_store import Change, SharedStore, TableStore
+from lightning_pipe.recsys.dynamic.tables.batch_ids import prefetch_with_device_lookup
 from tests.patience import HANG
 from tests.recsys.dynamic.memory_store import MemoryStore
 from tests.recsys.dynamic.reference import OPTIMIZERS, Begun, Reference, columns_of
@@ -98,7 +98,7 @@ class Run:
             store = MemoryStore({"t": 16 + sum(c[0].numel() * c.element_size() for c in self.columns)})
         self.store = store
         self.shared = SharedStore(store)
-        below = StoredTable(self.shared, "t")
+        below = TableStore(self.shared, "t")
         if one.host_rows:
             below = HostRows(one.host_rows, store.widths["t"], self.shared, "t")
         self.cache = RowCache(
@@ -113,27 +113,27 @@ class Run:
             ids=DeviceIdMap(one.capacity, torch.device("cpu")) if one.ids_on_device else None,
         )
 
-    def prefetch(self, ids: Sequence[int]) -> Ticket:
+    def prefetch(self, ids: Sequence[int]) -> PinnedCacheSlots:
         """On the device as batches are; in one of three calls as the cache alone does it."""
         keys = torch.tensor(ids, dtype=torch.int64)
         self.prefetches += 1
         if self.cache.ids is None or self.prefetches % 3 == 0:
             return self.cache.prefetch(keys)
-        tickets: list[tuple[RowCache, Ticket]] = []
-        (slots,) = prefetch_on_device([(self.cache, self.cache.ids, keys)], tickets)
+        tickets: list[tuple[RowCache, PinnedCacheSlots]] = []
+        (slots,) = prefetch_with_device_lookup([(self.cache, self.cache.ids, keys)], tickets)
         ticket = tickets[0][1]
         ticket.slots = slots
         return ticket
 
-    def begin(self, ids: list[int], ticket: Ticket, step: int) -> Begun:
-        self.cache.begin(ticket, step)
+    def begin(self, ids: list[int], ticket: PinnedCacheSlots, step: int) -> Begun:
+        self.cache.begin_batch_and_count_ids(ticket, step)
         return self.reference.begin(ids, step)
 
-    def looked_up(self, ids: list[int], ticket: Ticket) -> None:
+    def looked_up(self, ids: list[int], ticket: PinnedCacheSlots) -> None:
         if ids:
             assert torch.equal(self.columns[0][ticket.slots], self.reference.weights(ids))
 
-    def train(self, ids: list[int], ticket: Ticket, begun: Begun) -> None:
+    def train(self, ids: list[int], ticket: PinnedCacheSlots, begun: Begun) -> None:
         """What a fused backward does: the columns of the batch's distinct rows change in place."""
         place = dict(zip(ids, ticket.slots.tolist(), strict=True))
         slots = torch.tensor([place[key] for key in begun.ids], dtype=torch.int64)
@@ -146,10 +146,10 @@ class Run:
 
     def evaluate(self, ids: list[int], step: int) -> None:
         ticket = self.prefetch(ids)
-        self.cache.expire(ticket, step)
+        self.cache.reset_expired_rows(ticket, step)
         self.reference.expire(ids, step)
         self.looked_up(ids, ticket)
-        self.cache.discard(ticket)
+        self.cache.end_untrained(ticket)
 
     def copy(self) -> None:
         """Begin a commit in the background; one of earlier rows ends first."""
@@ -194,8 +194,8 @@ def test_any_order_of_calls_trains_as_a_table_without_a_cache(
         monkeypatch.setattr(module, "_CHUNK", 5)
     chance = random.Random(seed)
     run = Run(Settings.random(chance))
-    to_come: deque[tuple[list[int], Ticket]] = deque()
-    begun: deque[tuple[list[int], Ticket, Begun]] = deque()
+    to_come: deque[tuple[list[int], PinnedCacheSlots]] = deque()
+    begun: deque[tuple[list[int], PinnedCacheSlots, Begun]] = deque()
     step = last = 0
     for _ in range(STEPS):
         # Any number of batches ahead, from none to all.
@@ -206,7 +206,7 @@ def test_any_order_of_calls_trains_as_a_table_without_a_cache(
             run.evaluate(_batch(chance, run.settings.spread) or [0], last)
         ids, ticket = to_come.popleft()
         if chance.random() < 0.1:  # skipped
-            run.cache.discard(ticket)
+            run.cache.end_untrained(ticket)
             continue
         step += 1
         found = run.begin(ids, ticket, step)
@@ -232,9 +232,9 @@ def test_any_order_of_calls_trains_as_a_table_without_a_cache(
     run.check_store()
 
 
-def _abandon(chance: random.Random, run: Run, ticket: Ticket) -> None:
+def _abandon(chance: random.Random, run: Run, ticket: PinnedCacheSlots) -> None:
     if chance.random() < 0.5:
-        run.cache.discard(ticket)
+        run.cache.end_untrained(ticket)
     else:
         ticket.__del__()
 
@@ -242,8 +242,8 @@ def _abandon(chance: random.Random, run: Run, ticket: Ticket) -> None:
 def _checkpoint(
     chance: random.Random,
     run: Run,
-    to_come: deque[tuple[list[int], Ticket]],
-    begun: deque[tuple[list[int], Ticket, Begun]],
+    to_come: deque[tuple[list[int], PinnedCacheSlots]],
+    begun: deque[tuple[list[int], PinnedCacheSlots, Begun]],
 ) -> None:
     """The store has what was trained, and training goes on: with the cache, or from the store with another."""
     for _, _, found in reversed(begun):
@@ -255,7 +255,7 @@ def _checkpoint(
         run.check_store()
     if not in_background and chance.random() < 0.5:
         if chance.random() < 0.5:
-            run.cache.forget()
+            run.cache.clear_without_writing()
         else:
             run.open_cache(run.store)
         again = [(ids, run.prefetch(ids)) for ids, _ in to_come]
@@ -272,9 +272,11 @@ def _checkpoint(
 class _Worker:
     """Prefetches in a thread of its own, at most so many batches ahead."""
 
-    def __init__(self, prefetch: Callable[[list[int]], Ticket], batches: Sequence[list[int]], depth: int) -> None:
+    def __init__(
+        self, prefetch: Callable[[list[int]], PinnedCacheSlots], batches: Sequence[list[int]], depth: int
+    ) -> None:
         self._prefetch, self._batches = prefetch, batches
-        self._tickets: list[Ticket | BaseException | None] = [None] * len(batches)
+        self._tickets: list[PinnedCacheSlots | BaseException | None] = [None] * len(batches)
         self._ready = [threading.Event() for _ in batches]
         self._room = threading.Semaphore(depth)
         self._closed = False
@@ -300,10 +302,10 @@ class _Worker:
                 self._tickets[at] = error
             self._ready[at].set()
 
-    def ticket(self, at: int) -> Ticket:
+    def ticket(self, at: int) -> PinnedCacheSlots:
         assert self._ready[at].wait(HANG)
         found, self._tickets[at] = self._tickets[at], None
-        assert isinstance(found, Ticket), found
+        assert isinstance(found, PinnedCacheSlots), found
         return found
 
     def room(self) -> None:
@@ -323,7 +325,7 @@ def test_a_worker_that_prefetches_beside_training_changes_nothing(seed: int, way
         for at, ids in enumerate(batches):
             ticket = worker.ticket(at)
             if at % 11 == 5:
-                run.cache.discard(ticket)
+                run.cache.end_untrained(ticket)
             else:
                 begun = run.begin(ids, ticket, at)
                 run.looked_up(ids, ticket)

@@ -140,7 +140,7 @@ def _fill(folder: Path) -> str:
         for version in range(2, 200):
             for part in range(4):
                 store.write("a", np.arange(10000) + 10000 * (4 * version + part), some_records(10000, seed=version))
-            store.prepare(version)
+            store.prepare_commit(version)
             store.commit(version)
     except SetupError as error:
         return f"{version - 1} {error}"
@@ -165,8 +165,8 @@ def _whole_after(folder: Path, text: str) -> None:
     assert "cannot be written" in text
     assert "The committed version is intact" in text
     store = open_store(folder)
-    assert store.state == StoreState(int(text.split()[0]), None)
-    assert size(store, "a") == len(EDGES) + 40000 * (store.state.committed - 1)
+    assert store.store_state == StoreState(int(text.split()[0]), None)
+    assert size(store, "a") == len(EDGES) + 40000 * (store.store_state.committed - 1)
     np.testing.assert_array_equal(store.read("a", EDGES)[0], some_records(len(EDGES)))
     commit(store)
     store.close()

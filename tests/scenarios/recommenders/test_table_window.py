@@ -14,7 +14,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_pipe.engine import SetupError
 from lightning_pipe.recsys.rewrite.model_rewrite import ModelRewrite
-from lightning_pipe.recsys.rewrite.table_window import TableWindow
+from lightning_pipe.recsys.rewrite.table_window import TableGradientAccumulator
 from lightning_pipe.recsys.sharding.shard_model import shard_model
 from tests.distributed import run_ranks
 from tests.rounding import Reference
@@ -228,7 +228,7 @@ def test_rows_that_are_evicted_within_a_window_lose_their_gradients(one_rank: An
     model = Small()
     sharded = shard_model(model, device=torch.device("cpu"), group=one_rank, sparse_optimizer=SGD)
     rewrite = ModelRewrite(sharded.module, split_backward=True)
-    window = TableWindow(rewrite.modules)
+    window = TableGradientAccumulator(rewrite.sharded_modules)
     batches = [
         KeyedJaggedTensor(["f"], torch.tensor(ids), lengths=torch.tensor([2, 1])) for ids in ([1, 2, 3], [4, 5, 5])
     ]
@@ -242,7 +242,7 @@ def test_rows_that_are_evicted_within_a_window_lose_their_gradients(one_rank: An
             rewrite.tables_backward.discard(embeddings)
         else:
             window.complete(embeddings)
-            rewrite.backward(embeddings)
+            rewrite.run_embedding_backward(embeddings)
     rewrite.restore()
     # Half the gradient of its bags: 1 over the length of the bag.
     expected = {1: 0.25, 2: 0.25, 3: 0.5, 4: 0.25, 5: 0.75}

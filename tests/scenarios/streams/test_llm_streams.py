@@ -16,7 +16,7 @@ from lightning_pipe.engine import SWPipeline
 from lightning_pipe.engine.runtime.devices import DeviceStreams
 from lightning_pipe.llm.batches.options import Batching
 from lightning_pipe.llm.run.optimizer_offload import OptimizerStateOffload
-from lightning_pipe.llm.run.preparation import BatchPreparation, PreparedBatch
+from lightning_pipe.llm.run.preparation import BatchInPreparation, BatchPreparation
 from lightning_pipe.llm.run.stage_hooks import StageHooks
 from lightning_pipe.llm.run.training_tasks import llm_plan
 from lightning_pipe.loops.programs.program import TrainingProgram
@@ -55,7 +55,7 @@ def train(batches: int = 6, transfer: Callable[[dict[str, Tensor]], dict[str, Te
     """Batches that are copied and prepared one ahead, as the strategy does it."""
     model = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 9))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    held: list[PreparedBatch | None] = [None]
+    held: list[BatchInPreparation | None] = [None]
     world = dist.group.WORLD
     assert world is not None
     preparation = BatchPreparation(Hooks(), Batching(pad_to_multiple_of=4), world, [[0]], 2, vocabulary=9)
@@ -76,15 +76,15 @@ def train(batches: int = 6, transfer: Callable[[dict[str, Tensor]], dict[str, Te
         )
         data = iter(accelerator.on_host([batch(number) for number in range(batches)]))
         for _ in range(batches):
-            made.begin(data)
+            made.begin_next_batch(data)
             made.set_training_step(step)
             made.pipeline.run_until(made.forward)
             made.run_backward(lambda: None)
-            made.begin_step()
+            made.begin_step_task()
             optimizer.step()
             optimizer.zero_grad()
-            made.end_step()
-            made.finish()
+            made.end_step_task()
+            made.finish_batch()
         made.close()
     return accelerator
 
@@ -135,7 +135,7 @@ def offloaded(read_state: bool = False) -> Accelerator:
             optimizer.step()
             if read_state:
                 assert optimizer.state[parameters[0]]["exp_avg"].tolist()
-        state.close()
+        state.stop_offloading()
     return accelerator
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_pipe.engine import PipelinePlan, PlanError
 from lightning_pipe.loops import PipelineTrainingEpochLoop
-from lightning_pipe.loops.programs.default_program import default_plan
+from lightning_pipe.loops.programs.default_program import build_plan_of_default_tasks
 from lightning_pipe.strategies import PipelineStrategy
 from tests.distributed import run_ranks
 from tests.loops.models import Net, Rows
@@ -74,7 +74,7 @@ def test_plans_by_name_train_to_the_same_bits(plan: str) -> None:
 
 def with_differing_plans(rank: int, world_size: int, folder: Path) -> str:
     path = folder / f"{rank}.yaml"
-    path.write_text(default_plan(lambda batch: batch).to_yaml().replace("stage: 1", f"stage: {rank}"))
+    path.write_text(build_plan_of_default_tasks(lambda batch: batch).to_yaml().replace("stage: 1", f"stage: {rank}"))
     with pytest.raises(PlanError) as caught:
         trained(PipelineStrategy(path))
     return str(caught.value)
@@ -87,7 +87,7 @@ def test_ranks_with_different_plans_are_refused(tmp_path: Path) -> None:
 
 def test_a_plan_that_was_edited_is_the_one_that_trains(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
-    text = default_plan(lambda batch: batch).to_yaml()
+    text = build_plan_of_default_tasks(lambda batch: batch).to_yaml()
     path.write_text(text.replace("copy_ahead", "mine").replace("stage: 1", "stage: 3").replace("depth: 2", "depth: 4"))
     copies: list[tuple[str, float]] = []
 
@@ -102,7 +102,10 @@ def test_a_plan_that_was_edited_is_the_one_that_trains(tmp_path: Path) -> None:
         def on_validation_batch_start(self, batch: Tensor, batch_idx: int, dataloader_idx: int = 0) -> None:
             copies.append(("check", batch_idx))
 
-    for plan in (path, PipelinePlan.from_yaml(path.read_text(), default_plan(lambda batch: batch).tasks.values())):
+    for plan in (
+        path,
+        PipelinePlan.from_yaml(path.read_text(), build_plan_of_default_tasks(lambda batch: batch).tasks.values()),
+    ):
         copies.clear()
         module = Transfers(Rows(6), 1, shuffle=False)
         data, options = (module.train_dataloader(), module.val_dataloader()), {"num_sanity_val_steps": 0}
@@ -116,7 +119,7 @@ def test_a_plan_that_was_edited_is_the_one_that_trains(tmp_path: Path) -> None:
 
 # ---------------------------------------------------------------------- what is refused
 
-GOOD = default_plan(lambda batch: batch).to_yaml()
+GOOD = build_plan_of_default_tasks(lambda batch: batch).to_yaml()
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import torch
 from lightning_pipe.engine import PipelinePlan, PlanError, SWPipeline
 from lightning_pipe.llm.run.training_tasks import llm_evaluation_plan, llm_plan
 from lightning_pipe.loops import PipelineTrainingEpochLoop
-from lightning_pipe.loops.programs.default_program import default_evaluation, default_plan
+from lightning_pipe.loops.programs.default_program import build_default_evaluation_program, build_plan_of_default_tasks
 from tests.loops.models import Net
 from tests.loops.models import trainer as quiet
 from tests.strategies.cases import fit
@@ -25,13 +25,13 @@ def same(batch: Any, *_: Any) -> Any:
 
 
 def evaluation() -> PipelinePlan:
-    program = default_evaluation(quiet(), same, "validation_step")
+    program = build_default_evaluation_program(quiet(), same, "validation_step")
     program.close()
     return program.pipeline.plan
 
 
 MAKES: dict[str, Callable[[], PipelinePlan]] = {
-    "plain": lambda: default_plan(same),
+    "plain": lambda: build_plan_of_default_tasks(same),
     "plain evaluation": evaluation,
     "stages": lambda: llm_plan(same, same),
     "evaluation in stages": lambda: llm_evaluation_plan(same, same, "validation_step"),
@@ -46,7 +46,7 @@ def test_each_task_is_refused_and_says_why(which: str) -> None:
             assert task.not_replayable
             with pytest.raises(PlanError, match=f"{name!r} cannot be replayed, since {task.not_replayable}"):
                 pipeline.enable_shortcut(name)
-        assert pipeline.shortcuts == ()
+        assert pipeline.replayed_tasks == ()
 
 
 class Shortcut(pl.Callback):

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_pipe.engine import SetupError
 from lightning_pipe.llm.measure import layer_profile
-from lightning_pipe.llm.measure.layer_bench import PieceResults
+from lightning_pipe.llm.measure.layer_bench import ModelPieceResults
 from lightning_pipe.llm.measure.layer_profile import LayerWork
 from lightning_pipe.llm.split import stage_split
 from lightning_pipe.strategies.language_model import stage_choice
@@ -150,7 +150,7 @@ def uneven_clock(rank: int) -> Callable[..., Any]:
     """The second rank finds that everything takes five times as long."""
     measure = layer_profile.measure_layer_times
 
-    def slower(*args: Any, **options: Any) -> PieceResults[LayerWork]:
+    def slower(*args: Any, **options: Any) -> ModelPieceResults[LayerWork]:
         found = measure(*args, **options)
         if rank == 0:
             return found
@@ -159,14 +159,14 @@ def uneven_clock(rank: int) -> Callable[..., Any]:
             return LayerWork(*(5.0 * number for number in one))
 
         first = None if found.input is None else scaled(found.input)
-        return PieceResults(scaled(found.empty), first, tuple(map(scaled, found.layers)), scaled(found.output))
+        return ModelPieceResults(scaled(found.empty), first, tuple(map(scaled, found.layers)), scaled(found.output))
 
     return slower
 
 
 def out_of_memory_once(rank: int) -> Callable[..., None]:
     """The second rank has no memory for the first stages it is to hold."""
-    stand_in, calls = vars(stage_split)["fill_with_placeholders"], itertools.count()
+    stand_in, calls = vars(stage_split)["randomize_module_tensors"], itertools.count()
 
     def called(*args: Any) -> None:
         if rank == 1 and next(calls) == 0:
@@ -322,7 +322,7 @@ def test_what_does_not_fit_the_memory_is_left_out(found: Any) -> None:
 def with_full_memory(rank: int, world: int) -> tuple[tuple[str, ...], dict[str, Any]]:
     strategy = AutoLLMPipelineStrategy(trials=1, num_microbatches=4)
     stage_choice._SECONDS, stage_choice._ROUNDS = 0.0, 1
-    with mock.patch.object(stage_split, "fill_with_placeholders", out_of_memory_once(rank)):
+    with mock.patch.object(stage_split, "randomize_module_tensors", out_of_memory_once(rank)):
         trained(Tiny(), strategy, row_batches(1))
     assert strategy.choice is not None
     return strategy.choice.notes, arguments_of(strategy)

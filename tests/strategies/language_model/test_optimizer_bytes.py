@@ -7,9 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_pipe.llm.model.derived_config import derive_config
+from lightning_pipe.llm.model.derived_config import derive_pp_module_config
 from lightning_pipe.llm.model.meta_tensors import parameters_on_meta
-from lightning_pipe.strategies.language_model.optimizer_bytes import optimizer_bytes, sum_by_model_piece
+from lightning_pipe.strategies.language_model.optimizer_bytes import (
+    compute_optimizer_bytes_per_piece,
+    sum_by_model_piece,
+)
 from tests.strategies.llm_cases import Tiny, TinyLM
 
 
@@ -62,8 +65,8 @@ def test_bytes_are_those_of_a_real_model(kind: str) -> None:
         module = Trained(MAKERS[kind])
         module.configure_model()
     assert module.model is not None
-    config = derive_config(module.model)
-    assert optimizer_bytes(module, config) == sum_by_model_piece(really(MAKERS[kind]), config)
+    config = derive_pp_module_config(module.model)
+    assert compute_optimizer_bytes_per_piece(module, config) == sum_by_model_piece(really(MAKERS[kind]), config)
     assert all(one.is_meta for one in module.model.parameters())
 
 
@@ -76,6 +79,6 @@ def test_what_a_parameter_is_marked_with_is_seen() -> None:
     module = Trained(lambda one: torch.optim.Adam([p for p in one.parameters() if getattr(p, "slow", False)]))
     with parameters_on_meta():
         module.model = Marked()
-    found = optimizer_bytes(module, derive_config(module.model))
+    found = compute_optimizer_bytes_per_piece(module, derive_pp_module_config(module.model))
     assert found.layers == (0, 0, 0, 0)
     assert found.output > 0

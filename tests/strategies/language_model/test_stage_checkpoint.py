@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR
 
 from lightning_pipe.checkpoints.export import export_checkpoint
-from lightning_pipe.checkpoints.optimizer_state import merge_groups
+from lightning_pipe.checkpoints.optimizer_state import merge_param_groups_of_ranks
 from lightning_pipe.engine import SetupError
 from lightning_pipe.strategies.language_model.pretrained_export import export_pretrained
 from tests.distributed import InParts, run_ranks
@@ -396,12 +396,12 @@ def test_groups_of_ranks_are_one_where_they_say_the_same() -> None:
     decayed, plain = {"lr": 1.0, "decay": 0.1}, {"lr": 1.0, "decay": 0.0}
     first = [{**decayed, "params": ["b"]}, {**plain, "params": []}]
     second = [{**decayed, "params": ["a", "b"]}, {**plain, "params": ["c"]}]
-    merged = merge_groups([first, second], ["a", "b", "c"])
+    merged = merge_param_groups_of_ranks([first, second], ["a", "b", "c"])
     assert merged == [{**decayed, "params": ["a", "b"]}, {**plain, "params": ["c"]}]
 
 
 def test_ranks_that_leave_out_empty_groups_do_not_mix_them() -> None:
     decayed = {"lr": torch.tensor(1.0), "decay": 0.1, "params": ["a"]}
     plain = {"lr": torch.tensor(1.0), "decay": 0.0, "params": ["b"]}
-    merged = merge_groups([[decayed], [plain], [decayed, plain]], ["a", "b"])
+    merged = merge_param_groups_of_ranks([[decayed], [plain], [decayed, plain]], ["a", "b"])
     assert [(group["decay"], group["params"]) for group in merged] == [(0.1, ["a"]), (0.0, ["b"]), (0.0, ["b"])]

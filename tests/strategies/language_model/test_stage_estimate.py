@@ -14,17 +14,17 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from lightning_pipe.engine import SetupError
 from lightning_pipe.llm.choice.schedule_choice import ScheduleCandidate, SchedulePrediction
-from lightning_pipe.llm.measure.layer_bench import PieceResults
+from lightning_pipe.llm.measure.layer_bench import ModelPieceResults
 from lightning_pipe.llm.measure.layer_profile import LayerWork
 from lightning_pipe.llm.measure.live_bytes import LiveBytes
 from lightning_pipe.llm.measure.rank_memory import RankMemory, ShardCounts
-from lightning_pipe.llm.model.module_config import ModuleConfig
+from lightning_pipe.llm.model.module_config import PPModuleConfig
 from lightning_pipe.llm.schedules.specs import SCHEDULES
 from lightning_pipe.strategies.language_model.stage_estimate import (
     StageEstimate,
-    UnsupportedSchedule,
+    UnsupportedScheduleReason,
     compare_schedules,
-    estimate_schedule,
+    estimate_schedule_memory_and_bubble,
     estimate_stages,
     make_precision_plugin,
 )
@@ -50,9 +50,9 @@ def batches() -> list[dict[str, Any]]:
 
 
 class RealBytes(LiveBytes):
-    def _count(self, tensor: torch.Tensor, key: int) -> None:
+    def _add_storage_bytes(self, tensor: torch.Tensor, key: int) -> None:
         if not isinstance(tensor, FakeTensor):
-            super()._count(tensor, key)
+            super()._add_storage_bytes(tensor, key)
 
 
 class Counting(pl.Callback):
@@ -168,20 +168,22 @@ def test_what_is_not_known_or_refused_is_an_error() -> None:
 # ---------------------------------------------------------------------- schedules, from operations and bytes
 
 LAYER = replace(PIECES.layers[0], operations=LayerWork(1e9, 2e9, 1e9, 1e9))
-FOOTPRINTS = PieceResults(PIECES.empty, PIECES.input, (LAYER,) * 4, PIECES.output)
-CONFIG = ModuleConfig(4, "layers", ("embedding",), ("head",))
+FOOTPRINTS = ModelPieceResults(PIECES.empty, PIECES.input, (LAYER,) * 4, PIECES.output)
+CONFIG = PPModuleConfig(4, "layers", ("embedding",), ("head",))
 
 
 def test_ranks_share_the_work_of_layers_but_not_that_of_the_head() -> None:
     head = replace(PIECES.output, operations=LayerWork(1e9, 2e9, 1e9, 1e9))
     candidate = ScheduleCandidate(SCHEDULES["gpipe"], 1, 1, (2, 2))
-    found = estimate_schedule(candidate, 2, replace(FOOTPRINTS, output=head), STATES, ShardCounts(tensor=4))
+    found = estimate_schedule_memory_and_bubble(
+        candidate, 2, replace(FOOTPRINTS, output=head), STATES, ShardCounts(tensor=4)
+    )
     assert found.seconds == pytest.approx(4 * 3e9 / 4 + 3e9)
 
 
 def test_every_schedule_is_compared_or_refused() -> None:
     found = compare_schedules(CONFIG, 2, 3, FOOTPRINTS, STATES)
-    refused = {one.schedule: one.reason for one in found if isinstance(one, UnsupportedSchedule)}
+    refused = {one.schedule: one.reason for one in found if isinstance(one, UnsupportedScheduleReason)}
     assert list(refused) == ["dualpipev"]
     assert "needs at least one for each of the 4 stages" in refused["dualpipev"]
     others = [one.candidate.spec.name for one in found if isinstance(one, SchedulePrediction)]

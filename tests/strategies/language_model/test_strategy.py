@@ -402,7 +402,7 @@ def test_accumulated_gradients_are_divided_once_by_the_tokens_of_all_batches(fou
         optimizer, gradients = sgd(model.parameters()), []
         for parts in (batches[:2], batches[2:4], batches[4:]):
             optimizer.zero_grad()
-            losses = [module.summed_loss(module._output(part), part) for part in parts]
+            losses = [module.summed_loss(module._compute_unsplit_output(part), part) for part in parts]
             total = torch.stack(losses).sum() / sum(module.loss_tokens(part) for part in parts)
             total.backward()
             gradients.append(gradients_of(model))

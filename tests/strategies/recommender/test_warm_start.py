@@ -328,7 +328,9 @@ def test_a_second_fit_goes_on_with_the_values_of_the_first(tmp_path: Path, caplo
         again = fit(module, recsys(kinds=KINDS, init_from=tmp_path / "kept"), max_steps=0)
     assert difference(tables_of(again), trained) == []
     assert "is not read, since the module has been used before" in caplog.text
-    with pytest.raises(SetupError, match=r"with init_from=WarmStart\(.*but this one has init_from=WarmStart\(.*other"):
+    with pytest.raises(
+        SetupError, match=r"with init_from=WarmStartOptions\(.*but this one has init_from=WarmStartOptions\(.*other"
+    ):
         fit(module, recsys(kinds=KINDS, init_from=tmp_path / "other"), max_steps=0)
 
 
@@ -351,7 +353,11 @@ def test_an_evaluation_before_training_starts_with_the_values_too(tmp_path: Path
     ("given", "message"),
     [
         ("", "init_from.path is ''; expected the path or URL"),
-        (7, "init_from is 7; expected a mapping of path, optimizer_states, dense, smaller_tables, or a WarmStart"),
+        (
+            7,
+            "init_from is 7; expected a mapping of path, optimizer_states, dense, smaller_tables, or a"
+            " WarmStartOptions",
+        ),
         ({"path": "kept", "optimizer_states": "new"}, "init_from.optimizer_states is 'new'; expected one of 'keep'"),
         ("s3://me:secret@bucket/kept", r"contains a password(?!.*secret)"),
     ],

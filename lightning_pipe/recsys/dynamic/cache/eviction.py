@@ -26,20 +26,20 @@ def select_victims(
     function the rows with the lowest scores. Ties are broken by least recent use.
     """
     if policy == "lru":
-        return _least(ticks, ticks, number)
+        return _select_lowest_scores(ticks, ticks, number)
     keys, counts, last_seen = headers()
     if policy == "lfu":
-        return _least(counts, ticks, number)
+        return _select_lowest_scores(counts, ticks, number)
     scores = np.asarray(policy(keys, counts, last_seen))
     if scores.shape != ticks.shape or scores.dtype.kind not in "iuf" or bool(np.isnan(scores).any()):
         raise InputError(
             f"the eviction policy's function returned {scores.dtype} of shape {scores.shape}, possibly with NaN, for"
             f" {len(ticks)} rows; expected one number for each. Return a vector of scores without NaN"
         )
-    return _least(scores, ticks, number)
+    return _select_lowest_scores(scores, ticks, number)
 
 
-def _least(scores: npt.NDArray[Any], ties: Numbers, number: int) -> npt.NDArray[np.intp]:
+def _select_lowest_scores(scores: npt.NDArray[Any], ties: Numbers, number: int) -> npt.NDArray[np.intp]:
     """Indices of the *number* lowest scores, equal scores in order of *ties*. Linear time."""
     if number >= len(scores):
         return np.arange(len(scores))

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from lightning_pipe.recsys.dynamic.cache.id_map import LAST_TICK, Slots, id_map
 from lightning_pipe.recsys.dynamic.cache.row_headers import COPIED
-from lightning_pipe.recsys.dynamic.store.buffered_store import Change, SharedStore, StoredTable
+from lightning_pipe.recsys.dynamic.store.buffered_store import Change, SharedStore, TableStore
 from lightning_pipe.recsys.dynamic.store.row_store import Keys, Records
 
 # Each eviction frees at least 1 / _EVICTED of the capacity, because choosing records costs time for every slot.
@@ -19,7 +19,7 @@ _EVICTED = 16
 _CHUNK = 65536
 
 
-class HostRows(StoredTable):
+class HostRows(TableStore):
     """Table of a store, with its most recently used records in memory. Others are evicted to the store."""
 
     def __init__(self, capacity: int, width: int, shared: SharedStore, table: str) -> None:
@@ -34,7 +34,7 @@ class HostRows(StoredTable):
 
     def read(self, keys: Keys) -> tuple[Records, npt.NDArray[np.bool_]]:
         with self._lock:
-            slots, missing = self._touch(keys)
+            slots, missing = self._find_and_touch(keys)
             records, present = self._records[slots], np.ones(len(keys), bool)
             if missing.size:
                 records[missing], present[missing] = super().read(keys[missing])
@@ -44,7 +44,7 @@ class HostRows(StoredTable):
 
     def write(self, keys: Keys, records: Records) -> None:
         with self._lock:
-            slots, missing = self._touch(keys)
+            slots, missing = self._find_and_touch(keys)
             cached = slots >= 0
             self._records[slots[cached]] = records[cached]
             self._dirty[slots[cached]] = 1
@@ -62,7 +62,7 @@ class HostRows(StoredTable):
         self.flush()
         return super().scan(chunk)
 
-    def changes(self, above: Keys) -> Iterator[Change]:
+    def copy_changes(self, above: Keys) -> Iterator[Change]:
         """See the base class. The caller makes no other call, except ``write_changes``, before the last change."""
         with self._lock:
             # The caller writes newer records past this level.
@@ -80,13 +80,13 @@ class HostRows(StoredTable):
         with self._lock:
             self._write_down(np.flatnonzero(self._dirty))
 
-    def clear(self) -> None:
+    def clear_host_memory(self) -> None:
         with self._lock:
             self._map.clear()
             self._dirty[:] = 0
             self._free = np.arange(self._map.capacity)
 
-    def _touch(self, keys: Keys) -> tuple[Slots, Slots]:
+    def _find_and_touch(self, keys: Keys) -> tuple[Slots, Slots]:
         """Slots of *keys*, -1 for missing ones; and indices of the missing keys."""
         # After the last tick, the order of eviction is wrong for a while.
         self._tick = self._tick % LAST_TICK + 1
@@ -109,7 +109,7 @@ class HostRows(StoredTable):
         number = min(len(slots), max(needed - len(self._free), self._map.capacity // _EVICTED))
         slots = slots[np.argpartition(self._map.ticks()[slots], number - 1)[:number]]
         self._write_down(slots[self._dirty[slots] != 0])
-        self._remove(slots)
+        self._free_slots(slots)
 
     def _write_down(self, slots: Slots) -> None:
         """Write dirty records to the store."""
@@ -119,9 +119,9 @@ class HostRows(StoredTable):
 
     def _drop(self, keys: Keys) -> None:
         slots = self._map.find(keys)
-        self._remove(slots[slots >= 0])
+        self._free_slots(slots[slots >= 0])
 
-    def _remove(self, slots: Slots) -> None:
+    def _free_slots(self, slots: Slots) -> None:
         self._map.remove(slots)
         self._dirty[slots] = 0
         self._free = np.concatenate([self._free, slots])

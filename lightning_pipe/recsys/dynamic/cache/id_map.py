@@ -170,7 +170,7 @@ class DeviceIdMap(IdMap):
         if self._removed or self._inserted:
             # Left by a batch that failed.
             self.apply(*(part.to(self._device) for part in self.changes()))
-        self._order()
+        self._make_stream_wait_for_change()
         slots, place = self._find(ids), torch.arange(len(ids), device=self._device)
         missing = slots < 0
         row = torch.where(missing, self.capacity, slots)
@@ -182,7 +182,7 @@ class DeviceIdMap(IdMap):
         summary = ids.new_zeros(len(ids) + 1).scatter_(0, targets, torch.where(missing, ids, slots))
         return slots, torch.cat([counts, summary[:-1]])
 
-    def use(self, summary: Tensor, tick: int) -> tuple[Slots, Keys]:
+    def record_slot_use(self, summary: Tensor, tick: int) -> tuple[Slots, Keys]:
         """Record the use of ``lookup``'s slots, from its summary on the host; return them and the ids without one."""
         distinct, misses = summary[:2].tolist()
         slots, keys = summary[2 : 2 + distinct].numpy(), summary[len(summary) - misses :].numpy()
@@ -198,7 +198,7 @@ class DeviceIdMap(IdMap):
 
     def apply(self, removed: Tensor, ids: Tensor, slots: Tensor) -> None:
         """Make all changes, which the caller has copied to the device, in the table."""
-        self._order()
+        self._make_stream_wait_for_change()
         current, inserted = self._table, torch.stack([ids, slots])[:, ids.argsort()]
         size = current.shape[1] - len(removed) + len(ids)
         stays = torch.ones_like(current[0]).index_fill_(0, torch.searchsorted(current[0], removed), 0)
@@ -221,7 +221,7 @@ class DeviceIdMap(IdMap):
     def touch(self, keys: Keys, tick: int) -> tuple[Slots, Slots, Slots]:
         slots, summary = self.lookup(torch.from_numpy(keys).to(self._device))
         on_host: Slots = slots.cpu().numpy()
-        return on_host, self.use(summary.cpu(), tick)[0], np.flatnonzero(on_host < 0)
+        return on_host, self.record_slot_use(summary.cpu(), tick)[0], np.flatnonzero(on_host < 0)
 
     def _insert(self, keys: Keys, slots: Slots, tick: int) -> None:
         self._ticks[slots] = tick
@@ -252,7 +252,7 @@ class DeviceIdMap(IdMap):
         positions = torch.searchsorted(sorted_ids, ids).clamp_(max=len(sorted_ids) - 1)
         return torch.where(sorted_ids[positions] == ids, slots[positions], -1)
 
-    def _order(self) -> None:
+    def _make_stream_wait_for_change(self) -> None:
         """Order the current stream after the last change, which another stream may have made."""
         if self._ready is not None:
             stream = torch.cuda.current_stream(self._device)

@@ -107,7 +107,7 @@ class InitialValues:
         step = max(1, _BLOCK // max(1, self._width))
         for first in range(0, len(keys), step):
             rows[first : first + step] = values.values(
-                _random_bits(self._seed, keys[first : first + step], self._width)
+                _hash_keys_to_random_bits(self._seed, keys[first : first + step], self._width)
             )
         return torch.from_numpy(rows)
 
@@ -123,7 +123,7 @@ class InitialValues:
         return rows.detach().cpu()
 
 
-def _random_bits(seed: int, keys: Keys, width: int) -> Bits:
+def _hash_keys_to_random_bits(seed: int, keys: Keys, width: int) -> Bits:
     """64 random bits for each column of each key, [keys, width]."""
     unsigned = np.ascontiguousarray(keys).view(np.uint64)
     start = _mixed(_mixed(unsigned + _STEP) ^ np.uint64(seed))

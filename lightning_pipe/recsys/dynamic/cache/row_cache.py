@@ -32,9 +32,9 @@ from lightning_pipe.recsys.dynamic.cache.id_map import DeviceIdMap, Slots
 from lightning_pipe.recsys.dynamic.cache.initial_values import InitialValues
 from lightning_pipe.recsys.dynamic.cache.row_columns import RowColumns
 from lightning_pipe.recsys.dynamic.cache.row_headers import COPIED, HEADER_BYTES, BatchStart, RowHeaders, headers_of
-from lightning_pipe.recsys.dynamic.cache.row_slots import CacheStats, Rehearsal, RowSlots
-from lightning_pipe.recsys.dynamic.cache.ticket import OpenBatch, Ticket
-from lightning_pipe.recsys.dynamic.store.buffered_store import Change, StoredTable
+from lightning_pipe.recsys.dynamic.cache.row_slots import CacheStats, RepeatedTrainingState, RowSlots
+from lightning_pipe.recsys.dynamic.cache.ticket import OpenBatch, PinnedCacheSlots
+from lightning_pipe.recsys.dynamic.store.buffered_store import Change, TableStore
 from lightning_pipe.recsys.dynamic.store.row_files import StoredRows
 from lightning_pipe.recsys.dynamic.store.row_store import Keys, Records
 
@@ -52,7 +52,7 @@ class RowCache:
         self,
         table: str,
         columns: Sequence[Tensor],
-        backing: StoredTable,
+        backing: TableStore,
         *,
         initial: InitialValues,
         state_fill: Sequence[float] = (),
@@ -72,7 +72,7 @@ class RowCache:
         self.ids = ids
         # Lock of rows, which may be held from DeviceIdMap.lookup to DeviceIdMap.apply.
         self.row_lock = threading.RLock()
-        self._rehearsal: Rehearsal | None = None
+        self._repeated_training: RepeatedTrainingState | None = None
         # Lock of headers and open batches, held only briefly. A finalizer never waits for it.
         self._lock = threading.Lock()
         # Open batches, in the order of their prefetches, and batches to end, by the next holder of the lock.
@@ -80,7 +80,7 @@ class RowCache:
         self._dropped: deque[OpenBatch] = deque()
 
     @property
-    def columns(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    def column_shapes_and_dtypes(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
         """Shape of a row and type, for each column."""
         return self._columns.kinds
 
@@ -91,54 +91,54 @@ class RowCache:
 
     # Called on any thread, for later batches.
 
-    def prefetch(self, keys: Tensor) -> Ticket:
+    def prefetch(self, keys: Tensor) -> PinnedCacheSlots:
         """Cache the rows of a batch's ids and pin them until the ticket ends."""
         ids = keys.detach().cpu().numpy()
         with self.row_lock:
             slots, rows, missing = self._slots.touch(ids)
             brought, batch = self._pin(rows, ids[missing])
             slots[missing] = brought
-            return Ticket(torch.from_numpy(slots), batch, self._dropped)
+            return PinnedCacheSlots(torch.from_numpy(slots), batch, self._dropped)
 
-    def pin(self, summary: Tensor) -> Ticket:
+    def pin(self, summary: Tensor) -> PinnedCacheSlots:
         """Same as ``prefetch``, after :meth:`DeviceIdMap.lookup`; the ticket has only the slots of ids without one."""
         assert self.ids is not None
         with self.row_lock:
-            brought, batch = self._pin(*self._slots.use(self.ids, summary))
-            return Ticket(torch.from_numpy(brought), batch, self._dropped)
+            brought, batch = self._pin(*self._slots.record_slot_use(self.ids, summary))
+            return PinnedCacheSlots(torch.from_numpy(brought), batch, self._dropped)
 
     def _pin(self, rows: Slots, missing: Keys) -> tuple[Slots, OpenBatch]:
         """Pin *rows*, and the rows of *missing* ids, whose slots are returned."""
         batch = OpenBatch(rows)
         with self._lock:
-            self._bring_up_to_date()
+            self._end_dropped_batches_and_retry_init()
             self._open[batch] = None
         try:
             if not missing.size:
                 return missing, batch
-            slots, brought = self._slots.load_rows(missing, self._pinned)
+            slots, brought = self._slots.load_rows(missing, self._get_pinned_slot_mask)
             batch.rows = np.concatenate([rows, brought])
-            if self._rehearsal is not None:
-                self._rehearsal.brought[brought] = True
+            if self._repeated_training is not None:
+                self._repeated_training.brought[brought] = True
             return slots, batch
         except BaseException:
-            self._drop(batch)
+            self._discard_batch_nonblocking(batch)
             raise
 
-    def _pinned(self) -> tuple[npt.NDArray[np.bool_], int]:
+    def _get_pinned_slot_mask(self) -> tuple[npt.NDArray[np.bool_], int]:
         with self._lock:
-            self._bring_up_to_date()
+            self._end_dropped_batches_and_retry_init()
             pinned = np.zeros(self.capacity, bool)
             for batch in self._open:
                 pinned[batch.rows] = True
             return pinned, len(self._open) - 1
 
-    def _bring_up_to_date(self) -> None:
+    def _end_dropped_batches_and_retry_init(self) -> None:
         """End dropped batches and restart rows that are due, before rows are read. Requires the lock."""
-        self._end_dropped()
+        self._end_dropped_batches()
         self._slots.retry_initialization()
 
-    def _end_dropped(self) -> None:
+    def _end_dropped_batches(self) -> None:
         while self._dropped:
             batch = self._dropped.popleft()
             if batch.ended:
@@ -147,18 +147,18 @@ class RowCache:
             self._columns.order_after(batch.mark)
             if batch.begun is not None:
                 self._headers.undo(batch.rows, batch.begun)
-                self._slots.start_or_retry_later(self._headers.select_unadmitted(batch.rows))
+                self._slots.initialize_or_retry_later(self._headers.select_unadmitted(batch.rows))
 
     def _end(self, batch: OpenBatch) -> None:
         batch.ended = True
         self._open.pop(batch, None)
 
-    def _begun(self) -> list[tuple[OpenBatch, BatchStart]]:
+    def _list_begun_batches(self) -> list[tuple[OpenBatch, BatchStart]]:
         """Batches that have begun, in the order of their steps. Requires the lock."""
         begun = [(batch, batch.begun) for batch in self._open if batch.begun is not None]
         return sorted(begun, key=lambda pair: pair[1].step)
 
-    def _checked(self, ticket: Ticket) -> OpenBatch:
+    def _get_open_batch(self, ticket: PinnedCacheSlots) -> OpenBatch:
         if ticket.batch.ended:
             raise PlanError(
                 f"table {self.table!r}: the rows of a batch in flight were replaced or released before it was trained;"
@@ -168,13 +168,13 @@ class RowCache:
 
     # Called on the main thread, in the order of training.
 
-    def begin(self, ticket: Ticket, step: int) -> None:
+    def begin_batch_and_count_ids(self, ticket: PinnedCacheSlots, step: int) -> None:
         """Begin the batch that is trained next: count its rows, restart expired ones and admit rows."""
         with self._lock:
-            self._bring_up_to_date()
-            batch = self._checked(ticket)
-            suspended = () if self._rehearsal is None else self._rehearsal.suspended
-            open_steps = [begun.step for open_batch, begun in self._begun() if open_batch not in suspended]
+            self._end_dropped_batches_and_retry_init()
+            batch = self._get_open_batch(ticket)
+            suspended = () if self._repeated_training is None else self._repeated_training.suspended
+            open_steps = [begun.step for open_batch, begun in self._list_begun_batches() if open_batch not in suspended]
             ttl = self._headers.ttl
             if ttl is not None and open_steps and step - open_steps[0] > ttl:
                 raise PlanError(
@@ -183,45 +183,45 @@ class RowCache:
                     f" {step - open_steps[0]} for this plan. Raise ttl, or use a plan that looks batches up later."
                     " (Each call of a module counts as a batch, also within one step.)"
                 )
-            batch.begun = self._headers.begin(batch.rows, step)
-            self._slots.initialize(batch.begun.expired)
+            batch.begun = self._headers.begin_batch_and_count_ids(batch.rows, step)
+            self._slots.initialize_rows(batch.begun.expired)
             self._slots.stats.expired += len(batch.begun.expired)
 
-    def expire(self, ticket: Ticket, step: int) -> None:
+    def reset_expired_rows(self, ticket: PinnedCacheSlots, step: int) -> None:
         """Restart expired rows before the lookup of a batch that is not trained, so that it reads initial values."""
         with self._lock:
-            self._bring_up_to_date()
-            expired = self._headers.select_expired(self._checked(ticket).rows, step)
+            self._end_dropped_batches_and_retry_init()
+            expired = self._headers.select_expired(self._get_open_batch(ticket).rows, step)
             if expired.size:
-                self._slots.forget(expired)
+                self._slots.reset_rows(expired)
 
-    def end_trained(self, ticket: Ticket) -> None:
+    def end_trained(self, ticket: PinnedCacheSlots) -> None:
         """End a batch after its backward: unpin its rows, and reset rows that are not admitted to initial values."""
         with self._lock:
-            self._end_dropped()
-            batch = self._checked(ticket)
+            self._end_dropped_batches()
+            batch = self._get_open_batch(ticket)
             assert batch.begun is not None
             # This runs on one rank only. An error is raised when the next batch begins, together with the other ranks.
-            self._slots.start_or_retry_later(batch.begun.young)
+            self._slots.initialize_or_retry_later(batch.begun.young)
             self._slots.stats.held_back += len(batch.begun.young)
             self._columns.order_after(self._columns.record_event())
             self._end(batch)
 
-    def discard(self, ticket: Ticket) -> None:
+    def end_untrained(self, ticket: PinnedCacheSlots) -> None:
         """End a batch that is not trained: unpin its rows and revert the counts of ``begin``, but no updates of rows.
 
         May be called on any thread, in finalizers, and for tickets that have ended.
         """
         if not ticket.batch.ended:
             ticket.batch.mark = self._columns.record_event()
-            self._drop(ticket.batch)
+            self._discard_batch_nonblocking(ticket.batch)
 
-    def _drop(self, batch: OpenBatch) -> None:
+    def _discard_batch_nonblocking(self, batch: OpenBatch) -> None:
         """Discard a batch now, or leave it to the next holder of the lock if the lock is taken."""
         self._dropped.append(batch)
         if self._lock.acquire(blocking=False):
             try:
-                self._end_dropped()
+                self._end_dropped_batches()
             finally:
                 self._lock.release()
 
@@ -257,49 +257,53 @@ class RowCache:
         self._below.mark_stored()
 
     def _changes(self) -> Iterator[Change]:
-        self._bring_up_to_date()
+        self._end_dropped_batches_and_retry_init()
         # Undo from the last batch to the first, then restore in the opposite order.
         begun: list[tuple[Slots, npt.NDArray[np.int64]]] = []
-        for batch, noted in reversed(self._begun()):
+        for batch, noted in reversed(self._list_begun_batches()):
             begun.append((batch.rows, self._headers.values[batch.rows]))
             self._headers.undo(batch.rows, noted)
         try:
             dirty = np.flatnonzero(self._headers.dirty)
             self._headers.dirty[dirty] = COPIED
-            yield from self._below.changes(self._slots.map.keys_of(dirty))
-            yield from self._slots.changes(dirty)
+            yield from self._below.copy_changes(self._slots.map.keys_of(dirty))
+            yield from self._slots.copy_changes(dirty)
         finally:
             for rows, headers in reversed(begun):
                 self._headers.values[rows] = headers
                 self._headers.dirty[rows] = 1
 
-    def forget(self) -> None:
+    def clear_without_writing(self) -> None:
         """Empty the cache without writing, because the store's contents were replaced. Ends all tickets."""
         with self.row_lock, self._lock:
             for batch in list(self._open):
                 self._end(batch)
             self._slots.clear()
-            self._below.clear()
+            self._below.clear_host_memory()
 
-    def set_rehearsal(self, rehearses: bool) -> None:
-        """Begin or end a :class:`~lightning_pipe.recsys.dynamic.cache.row_slots.Rehearsal`."""
+    def set_repeated_training(self, repeats_training: bool) -> None:
+        """Begin or end a :class:`~lightning_pipe.recsys.dynamic.cache.row_slots.RepeatedTrainingState`."""
         with self.row_lock, self._lock:
-            if rehearses:
+            if repeats_training:
                 self._below.flush()  # what is written from now on is dropped at the end
             missing = 1 - self.stats.hits / max(1, self.stats.ids)
             brought = np.zeros(self.capacity, bool)
-            self._rehearsal = Rehearsal(list(self._open), missing, brought) if rehearses else None
+            self._repeated_training = (
+                RepeatedTrainingState(list(self._open), missing, brought) if repeats_training else None
+            )
 
-    def evict_for_rehearsal(self, keys: Tensor) -> None:
-        """Evict rows before a prefetch of *keys*, if the cache is in a rehearsal."""
+    def evict_before_repeated_prefetch(self, keys: Tensor) -> None:
+        """Evict rows before a prefetch of *keys*, if the cache is in repeated training."""
         with self.row_lock:
-            if self._rehearsal is not None:
-                self._slots.evict_for_rehearsal(self._rehearsal, keys.detach().cpu().numpy(), self._pinned()[0])
+            if self._repeated_training is not None:
+                self._slots.evict_before_repeated_prefetch(
+                    self._repeated_training, keys.detach().cpu().numpy(), self._get_pinned_slot_mask()[0]
+                )
 
     def snapshot(self) -> tuple[Any, ...]:
         """Copy of all cached rows in host memory, and of the state of the cache."""
         with self.row_lock, self._lock:
-            self._bring_up_to_date()
+            self._end_dropped_batches_and_retry_init()
             self._below.flush()
             return list(self._open), self._slots.snapshot()
 
@@ -310,19 +314,19 @@ class RowCache:
             for batch in [batch for batch in self._open if batch not in opened]:
                 self._end(batch)
             self._slots.restore(slots)
-            self._below.clear()
-            if self._rehearsal is not None:
-                self._rehearsal.brought[:] = False
+            self._below.clear_host_memory()
+            if self._repeated_training is not None:
+                self._repeated_training.brought[:] = False
 
-    def purge(self, step: int) -> int:
+    def erase_expired_rows(self, step: int) -> int:
         """Erase rows last seen more than ``ttl`` steps before *step*. Scans the whole store."""
         if self._headers.ttl is None:
             return 0
         with self.row_lock:
             with self._lock:
-                self._bring_up_to_date()
+                self._end_dropped_batches_and_retry_init()
                 cached = self._headers.select_expired(np.flatnonzero(self._slots.used()), step)
-                self._slots.forget(cached)
+                self._slots.reset_rows(cached)
                 self._slots.write_back(cached)
             number = len(cached)
             for keys, records in self._below.scan(65536):
@@ -334,7 +338,7 @@ class RowCache:
                 number += len(ended)
             return number
 
-    def rows(self, *, since: int = 0, chunk: int = 65536) -> Iterator[StoredRows]:
+    def flush_and_scan_rows(self, *, since: int = 0, chunk: int = 65536) -> Iterator[StoredRows]:
         """Flush, and iterate over all rows, cached or not, as they are now, in the store's order."""
         self.flush()
         chunks = (self.decode(keys, records, since) for keys, records in self._below.scan(chunk))

@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from lightning_pipe.recsys.batches.transfer import to_device
+from lightning_pipe.recsys.batches.transfer import move_tensor_to_device
 from lightning_pipe.recsys.dynamic.cache.id_map import Slots
 from lightning_pipe.recsys.dynamic.store.row_store import Records
 
@@ -37,24 +37,24 @@ class RowColumns:
 
     def read(self, rows: Slots) -> Tensor:
         """Read the bytes of *rows*: uint8 on the CPU, [rows, width]."""
-        self._wait()
-        index = self._on_device(rows)
+        self._make_stream_wait_for_events()
+        index = self._copy_slot_indices_to_device(rows)
         parts = [column.index_select(0, index) for column in self._columns]
         return torch.cat([_matrix(part).view(torch.uint8) for part in parts], dim=1).cpu()
 
     def write(self, rows: Slots, records: Records) -> None:
         """Write bytes, in the format of ``read``, to *rows*, which are distinct."""
-        self._wait()
-        index = self._on_device(rows)
+        self._make_stream_wait_for_events()
+        index = self._copy_slot_indices_to_device(rows)
         for column, values in zip(self._columns, self.decode(records), strict=True):
-            column.index_copy_(0, index, to_device(values, self.device))
+            column.index_copy_(0, index, move_tensor_to_device(values, self.device))
 
     def initialize(self, rows: Slots, weights: Tensor) -> None:
         """Set *rows*, which are distinct, to new ones, with *weights* and the initial states."""
-        self._wait()
-        index = self._on_device(rows)
+        self._make_stream_wait_for_events()
+        index = self._copy_slot_indices_to_device(rows)
         first, *states = self._columns
-        values = to_device(weights.to(first.dtype), self.device)
+        values = move_tensor_to_device(weights.to(first.dtype), self.device)
         first.index_copy_(0, index, values.reshape(len(rows), *first.shape[1:]))
         for column, value in zip(states, self._fill, strict=True):
             column.index_fill_(0, index, value)
@@ -70,12 +70,12 @@ class RowColumns:
 
     def snapshot(self) -> list[Tensor]:
         """Copies of all columns on the host."""
-        self._wait()
+        self._make_stream_wait_for_events()
         return [column.to("cpu", copy=True) for column in self._columns]
 
     def restore(self, snapshot: list[Tensor]) -> None:
         """Replace all columns by those of a snapshot."""
-        self._wait()
+        self._make_stream_wait_for_events()
         for column, values in zip(self._columns, snapshot, strict=True):
             column.copy_(values)
 
@@ -104,10 +104,10 @@ class RowColumns:
         elif self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def _on_device(self, rows: Slots) -> Tensor:
-        return to_device(torch.from_numpy(rows), self.device)
+    def _copy_slot_indices_to_device(self, rows: Slots) -> Tensor:
+        return move_tensor_to_device(torch.from_numpy(rows), self.device)
 
-    def _wait(self) -> None:
+    def _make_stream_wait_for_events(self) -> None:
         for event in list(self._marks.values()):
             torch.cuda.current_stream(self.device).wait_event(event)
 

@@ -49,7 +49,7 @@ class RowHeaders:
         headers = self.values[rows]
         return rows[(headers[:, 0] > 0) & (step - headers[:, 1] > self.ttl)]
 
-    def begin(self, rows: Slots, step: int) -> BatchStart:
+    def begin_batch_and_count_ids(self, rows: Slots, step: int) -> BatchStart:
         """Begin a batch: count an occurrence of its *rows*, which are distinct."""
         before = self.last_seen[rows]
         expired = self.select_expired(rows, step)

@@ -21,7 +21,7 @@ from lightning_pipe.recsys.dynamic.cache.initial_values import InitialValues
 from lightning_pipe.recsys.dynamic.cache.row_columns import RowColumns
 from lightning_pipe.recsys.dynamic.cache.row_headers import HEADER_BYTES, RowHeaders, headers_of
 from lightning_pipe.recsys.dynamic.cache.ticket import OpenBatch
-from lightning_pipe.recsys.dynamic.store.buffered_store import Change, StoredTable
+from lightning_pipe.recsys.dynamic.store.buffered_store import Change, TableStore
 from lightning_pipe.recsys.dynamic.store.row_store import Keys, Records
 
 # Each eviction frees at least 1 / _EVICTED of the capacity, because choosing rows costs time for every slot.
@@ -56,7 +56,7 @@ class CacheStats:
 
 
 @dataclass
-class Rehearsal:
+class RepeatedTrainingState:
     """Repeated training of the same batches, as a profile does it, over a cache whose state is restored afterwards.
 
     Rows that its batches have brought leave the cache when a later batch is prefetched, so that a batch that is trained
@@ -67,7 +67,7 @@ class Rehearsal:
     Attributes:
         suspended: open batches of the suspended training.
         missing: share of the ids of earlier prefetches whose rows were not cached.
-        brought: mask of the slots whose rows the rehearsal has brought.
+        brought: mask of the slots whose rows repeated training has brought.
     """
 
     suspended: list[OpenBatch]
@@ -83,7 +83,7 @@ class RowSlots:
         table: str,
         columns: RowColumns,
         headers: RowHeaders,
-        below: StoredTable,
+        below: TableStore,
         initial: InitialValues,
         policy: Policy,
         check_nan: bool,
@@ -109,9 +109,9 @@ class RowSlots:
         self.stats.hits -= len(missing)
         return slots, rows, missing
 
-    def use(self, ids: DeviceIdMap, summary: Tensor) -> tuple[Slots, Keys]:
-        """Same as ``DeviceIdMap.use``, with the tick of a new batch and statistics."""
-        rows, missing = ids.use(summary, self._next_tick(len(summary) - 2))
+    def record_slot_use(self, ids: DeviceIdMap, summary: Tensor) -> tuple[Slots, Keys]:
+        """Same as ``DeviceIdMap.record_slot_use``, with the tick of a new batch and statistics."""
+        rows, missing = ids.record_slot_use(summary, self._next_tick(len(summary) - 2))
         self.stats.hits -= len(missing)
         return rows, missing
 
@@ -168,13 +168,15 @@ class RowSlots:
         )
         self.evict(candidates[chosen])
 
-    def evict_for_rehearsal(self, rehearsal: Rehearsal, keys: Keys, pinned: npt.NDArray[np.bool_]) -> None:
-        """Evict rows before a prefetch of *keys* in a rehearsal, as :class:`Rehearsal` describes."""
-        brought = np.flatnonzero(rehearsal.brought & self.used() & ~pinned)
-        rehearsal.brought[brought] = False
+    def evict_before_repeated_prefetch(
+        self, repeated_training: RepeatedTrainingState, keys: Keys, pinned: npt.NDArray[np.bool_]
+    ) -> None:
+        """Evict rows before a prefetch of *keys* in repeated training, as :class:`RepeatedTrainingState` describes."""
+        brought = np.flatnonzero(repeated_training.brought & self.used() & ~pinned)
+        repeated_training.brought[brought] = False
         self.evict(brought)
         _, rows, missing = self.touch(keys)
-        surplus = max(0, round(rehearsal.missing * len(keys)) - len(missing))
+        surplus = max(0, round(repeated_training.missing * len(keys)) - len(missing))
         rows = rows[~pinned[rows]]
         self.evict(rows[np.argsort(self.headers.counts[rows], kind="stable")[:surplus]])
 
@@ -211,7 +213,7 @@ class RowSlots:
 
     def write_back(self, rows: Slots) -> None:
         """Write dirty *rows* to the level below, and erase those with count 0 from it."""
-        for change in self.changes(rows):
+        for change in self.copy_changes(rows):
             self.refuse_nan(change.keys, change.records)
             if change.keys.size:
                 self._below.write(change.keys, change.records)
@@ -219,28 +221,28 @@ class RowSlots:
                 self._below.erase(change.erased_keys)
         self.headers.dirty[rows] = 0
 
-    def changes(self, rows: Slots) -> Iterator[Change]:
+    def copy_changes(self, rows: Slots) -> Iterator[Change]:
         """Copy dirty *rows*, in chunks."""
         for first in range(0, len(rows), _CHUNK):
             part = rows[first : first + _CHUNK]
             exists = self.headers.counts[part] > 0
             existing = part[exists]
             self.stats.written += len(existing)
-            yield Change(self.map.keys_of(existing), self._records(existing), self.map.keys_of(part[~exists]))
+            yield Change(self.map.keys_of(existing), self._read_records(existing), self.map.keys_of(part[~exists]))
 
-    def initialize(self, rows: Slots) -> None:
+    def initialize_rows(self, rows: Slots) -> None:
         """Set *rows* to their initial values and states."""
         if rows.size:
             self._columns.initialize(rows, self._initial(self.map.keys_of(rows)))
 
-    def start_or_retry_later(self, rows: Slots) -> None:
+    def initialize_or_retry_later(self, rows: Slots) -> None:
         """Same as ``initialize``, but a failure, as of a user's function, is left to ``retry_initialization``.
 
         A user's function of initial values may fail. For code that runs on one rank without the others, where an error
         must not be raised.
         """
         try:
-            self.initialize(rows)
+            self.initialize_rows(rows)
         except Exception:
             self._owed.append(rows)
 
@@ -250,12 +252,12 @@ class RowSlots:
         Must be called before rows are read, counted or written to the store.
         """
         while self._owed:
-            self.initialize(self._owed[-1])
+            self.initialize_rows(self._owed[-1])
             self._owed.pop()
 
-    def forget(self, rows: Slots) -> None:
+    def reset_rows(self, rows: Slots) -> None:
         """Turn existing *rows* into nonexistent ones, which have count 0 and initial values."""
-        self.initialize(rows)
+        self.initialize_rows(rows)
         self.headers.values[rows] = 0
         self.headers.dirty[rows] = 1
         self.stats.expired += len(rows)
@@ -269,7 +271,7 @@ class RowSlots:
         self._free = np.arange(len(self._free))[::-1].copy()
         self._free_count = len(self._free)
 
-    def _records(self, rows: Slots) -> Records:
+    def _read_records(self, rows: Slots) -> Records:
         if not rows.size:
             return np.empty((0, HEADER_BYTES + self._columns.width), np.uint8)
         headers = torch.from_numpy(self.headers.values[rows]).view(torch.uint8)

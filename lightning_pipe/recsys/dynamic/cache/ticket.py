@@ -22,7 +22,7 @@ class OpenBatch:
     mark: Mark | None = None  # after its use on the device, if it was discarded explicitly
 
 
-class Ticket:
+class PinnedCacheSlots:
     """Slots of a batch's ids, int64 on the host, which stay its own. A garbage collected ticket discards its batch."""
 
     __slots__ = ("__weakref__", "_dropped", "batch", "slots")

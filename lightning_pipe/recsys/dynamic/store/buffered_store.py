@@ -2,11 +2,11 @@
 
     RowCache      slots on the device that is trained on
     HostRows      records in host memory (optional)
-    StoredTable   a table of the store, on disk
+    TableStore   a table of the store, on disk
 
 Each level writes to the next, so that a row is on disk at the latest when the cache is flushed. For a commit in the
 background, the changes of all levels are copied, writes to the store are held back in memory, and
-:meth:`StoredTable.write_changes` writes the copies. The store then has the rows of one step, while rows of later steps
+:meth:`TableStore.write_changes` writes the copies. The store then has the rows of one step, while rows of later steps
 are evicted.
 """
 
@@ -86,7 +86,7 @@ class SharedStore:
                 del writes[key]
 
 
-class StoredTable:
+class TableStore:
     """Rows of one table that the cache above does not have. Keys are distinct in each call. Safe for threads."""
 
     def __init__(self, shared: SharedStore, table: str) -> None:
@@ -131,7 +131,7 @@ class StoredTable:
         with self._shared.lock:
             return self._shared.base.scan(self._table, chunk)
 
-    def changes(self, above: Keys) -> Iterator[Change]:
+    def copy_changes(self, above: Keys) -> Iterator[Change]:
         """Copy what the store lacks, in chunks, except *above*, whose newer records the caller writes itself."""
         return iter(())
 
@@ -152,5 +152,5 @@ class StoredTable:
     def flush(self) -> None:
         """Write all records of this level down, so that ``clear`` loses none."""
 
-    def clear(self) -> None:
+    def clear_host_memory(self) -> None:
         """Drop records that are not on disk, because the store's contents were replaced."""

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.engine.ranks.object_collectives import all_gather_objects, run_on_all_ranks
-from lightning_pipe.recsys.dynamic.store.row_store import RowStore, StoreIdentity, StoreState
+from lightning_pipe.recsys.dynamic.store.row_store import RankStoreIdentity, RowStore, StoreState
 
 _NOT_OPENED = "the store of rows cannot be opened"
 
@@ -36,12 +36,14 @@ def open_store_at_newest_version(make: Callable[[], RowStore], group: dist.Proce
 
     try:
         opened = run_on_all_ranks(make_store, _NOT_OPENED, group)
-        states = all_gather_objects(opened.state, group)
+        states = all_gather_objects(opened.store_state, group)
         version = max(state.committed for state in states)
         if version == 0 and all(state.prepared is None for state in states):
             run = all_gather_objects(secrets.token_hex(8), group)[0]
-            run_on_all_ranks(lambda: opened.join_run(StoreIdentity(run, group.rank(), len(states))), _NOT_OPENED, group)
-        elif wrong := _mismatch_message(states, version):
+            run_on_all_ranks(
+                lambda: opened.write_identity(RankStoreIdentity(run, group.rank(), len(states))), _NOT_OPENED, group
+            )
+        elif wrong := _describe_rank_store_mismatch(states, version):
             raise SetupError(wrong)
         run_on_all_ranks(lambda: opened.recover(version), _NOT_OPENED, group)
         return opened
@@ -53,19 +55,19 @@ def open_store_at_newest_version(make: Callable[[], RowStore], group: dist.Proce
 
 def commit_on_all_ranks(store: RowStore, group: dist.ProcessGroup, notes: Mapping[str, str] | None = None) -> None:
     """Commit the writes of all ranks as the next version, on all ranks or on none. Collective."""
-    newest = max(all_gather_objects(store.state.committed, group))
+    newest = max(all_gather_objects(store.store_state.committed, group))
     failed = f"version {newest + 1} of the rows cannot be committed"
 
-    def prepare() -> None:
-        if store.state.committed < newest:
+    def prepare_next_commit() -> None:
+        if store.store_state.committed < newest:
             store.commit(newest)  # failed here before, but not on all ranks
-        store.prepare(newest + 1, notes)
+        store.prepare_commit(newest + 1, notes)
 
-    run_on_all_ranks(prepare, failed, group)
+    run_on_all_ranks(prepare_next_commit, failed, group)
     run_on_all_ranks(lambda: store.commit(newest + 1), failed, group)
 
 
-def _mismatch_message(states: list[StoreState], version: int) -> str | None:
+def _describe_rank_store_mismatch(states: list[StoreState], version: int) -> str | None:
     """Message on why the stores cannot be opened at *version*, with the state of each store; None if they can."""
     # The most advanced store: if no rank has committed a version, one that has prepared.
     part = max(states, key=lambda state: (state.committed, state.prepared or 0)).part
@@ -83,7 +85,7 @@ def _mismatch_message(states: list[StoreState], version: int) -> str | None:
             problems.append(f"the store of rank {rank} does not have version {version}")
     if not problems:
         return None
-    listing = "\n".join(f"  rank {rank}: {_described(state)}" for rank, state in enumerate(states))
+    listing = "\n".join(f"  rank {rank}: {_describe_store_state(state)}" for rank, state in enumerate(states))
     return (
         f"the stores of rows do not match: {'; '.join(problems)}. Found:\n{listing}\nExpected stores of one run with"
         f" {len(states)} ranks, each with version {version} committed or prepared. Start the original number of ranks,"
@@ -91,7 +93,7 @@ def _mismatch_message(states: list[StoreState], version: int) -> str | None:
     )
 
 
-def _described(state: StoreState) -> str:
+def _describe_store_state(state: StoreState) -> str:
     part = "new" if state.part is None else f"run {state.part.run}, rank {state.part.rank} of {state.part.ranks}"
     prepared = "" if state.prepared is None else f", version {state.prepared} prepared"
     return f"{part}, version {state.committed} committed{prepared}"

@@ -14,23 +14,23 @@ _SIGN = np.uint64(1 << 63)
 _KEY = np.dtype([("table", ">u2"), ("key", ">u8")])
 
 
-def split_keys(table: int, keys: Keys) -> list[bytes]:
+def encode_keys(table: int, keys: Keys) -> list[bytes]:
     """Encode each key of the table with this number as a byte string."""
     entries = np.empty(len(keys), _KEY)
     entries["table"] = table
     entries["key"] = keys.view(np.uint64) ^ _SIGN
-    return _split(entries.tobytes(), KEY_BYTES)
+    return _split_bytes_by_width(entries.tobytes(), KEY_BYTES)
 
 
-def join_keys(parts: Sequence[bytes]) -> Keys:
-    """Decode the byte strings made by :func:`split_keys`."""
+def decode_keys(parts: Sequence[bytes]) -> Keys:
+    """Decode the byte strings made by :func:`encode_keys`."""
     entries = np.frombuffer(b"".join(parts), _KEY)
     return (entries["key"].astype(np.uint64) ^ _SIGN).view(np.int64)
 
 
 def split_records(records: Records) -> list[bytes]:
     """Split an array of bytes into one byte string for each row."""
-    return _split(records.tobytes(), records.shape[1])
+    return _split_bytes_by_width(records.tobytes(), records.shape[1])
 
 
 def join_records(parts: Sequence[bytes], width: int) -> Records:
@@ -41,5 +41,5 @@ def join_records(parts: Sequence[bytes], width: int) -> Records:
     return joined.reshape(len(parts), width)
 
 
-def _split(joined: bytes, width: int) -> list[bytes]:
+def _split_bytes_by_width(joined: bytes, width: int) -> list[bytes]:
     return [joined[begin : begin + width] for begin in range(0, len(joined), width)]

@@ -33,8 +33,8 @@ from rocksdict import (
 )
 
 from lightning_pipe.engine.common.errors import SetupError
-from lightning_pipe.recsys.dynamic.store.record_bytes import join_keys, join_records, split_keys, split_records
-from lightning_pipe.recsys.dynamic.store.row_store import Keys, Records, RowStore, StoreIdentity, StoreState
+from lightning_pipe.recsys.dynamic.store.record_bytes import decode_keys, encode_keys, join_records, split_records
+from lightning_pipe.recsys.dynamic.store.row_store import Keys, RankStoreIdentity, Records, RowStore, StoreState
 from lightning_pipe.recsys.dynamic.store.versions import VersionedFolder
 
 # Minimum number of keys for which another reader thread pays off.
@@ -81,11 +81,11 @@ class RocksDbStore(RowStore):
         self._waits = True  # True if the last read waited for the disk
 
     @property
-    def state(self) -> StoreState:
+    def store_state(self) -> StoreState:
         return self._folder.state
 
-    def join_run(self, part: StoreIdentity) -> None:
-        self._folder.join_run(part)
+    def write_identity(self, part: RankStoreIdentity) -> None:
+        self._folder.write_identity(part)
 
     def recover(self, version: int) -> None:
         self._folder.recover(version)
@@ -95,7 +95,7 @@ class RocksDbStore(RowStore):
                 last: Any = self._open.get(_NOTES)
                 written, self._notes = (None, {}) if last is None else json.loads(last)
                 if written != version:
-                    raise self._folder.damaged(f"version {version} has the last writes of version {written}")
+                    raise self._folder.damaged_error(f"version {version} has the last writes of version {written}")
         if self._readers > 1:
             self._pool = ThreadPoolExecutor(self._readers, thread_name_prefix="lightning_pipe store")
 
@@ -104,7 +104,7 @@ class RocksDbStore(RowStore):
         # Sorted, because neighboring keys are in the same block.
         order = np.argsort(keys)
         with self._engine_errors():
-            values = self._get(split_keys(self._numbers[table], keys[order]))
+            values = self._get(encode_keys(self._numbers[table], keys[order]))
         records = np.empty((len(keys), width), np.uint8)
         present = np.ones(len(keys), np.bool_)
         if None in values:
@@ -112,23 +112,23 @@ class RocksDbStore(RowStore):
             present[order] = has_value
             order = order[has_value]
             values = [value for value in values if value is not None]
-        records[order] = self._joined(values, width)
+        records[order] = self._join_records(values, width)
         return records, present
 
     def write(self, table: str, keys: Keys, records: Records) -> None:
         batch = WriteBatch(raw_mode=True)
-        _consume(map(batch.put, split_keys(self._numbers[table], keys), split_records(records)))
+        _exhaust_iterator(map(batch.put, encode_keys(self._numbers[table], keys), split_records(records)))
         self._write(batch)
 
     def erase(self, table: str, keys: Keys) -> None:
         batch = WriteBatch(raw_mode=True)
-        _consume(map(batch.delete, split_keys(self._numbers[table], keys)))
+        _exhaust_iterator(map(batch.delete, encode_keys(self._numbers[table], keys)))
         self._write(batch)
 
-    def prepare(self, version: int, notes: Mapping[str, str] | None = None) -> None:
+    def prepare_commit(self, version: int, notes: Mapping[str, str] | None = None) -> None:
         database, notes = self._database, dict(notes or {})
 
-        def fill(folder: Path) -> None:
+        def write_rocksdb_checkpoint(folder: Path) -> None:
             batch = WriteBatch(raw_mode=True)
             batch.put(_NOTES, json.dumps([version, notes]).encode())
             self._write(batch)
@@ -136,7 +136,7 @@ class RocksDbStore(RowStore):
                 database.flush()
                 Checkpoint(database).create_checkpoint(str(folder))
 
-        self._folder.prepare(version, fill)
+        self._folder.prepare_commit(version, write_rocksdb_checkpoint)
         self._prepared_notes = notes
 
     def commit(self, version: int) -> None:
@@ -148,22 +148,22 @@ class RocksDbStore(RowStore):
 
     def scan(self, table: str, chunk: int = 65536) -> Iterator[tuple[Keys, Records]]:
         width = self._widths[table]
-        options = self._range(table)
+        options = self._create_table_scan_options(table)
         last = _table_lower_bound(self._numbers[table])
         items = self._database.items(from_key=last, read_opt=options)
         chunk = min(chunk, max(1, _SCAN_BYTES // width))
 
-        def chunks(last: bytes) -> Iterator[tuple[Keys, Records]]:
+        def read_row_chunks(last: bytes) -> Iterator[tuple[Keys, Records]]:
             while part := list(islice(items, chunk)):
                 keys, values = zip(*part, strict=True)
                 last = keys[-1]
-                joined = join_keys(keys), self._joined(values, width)
+                joined = decode_keys(keys), self._join_records(values, width)
                 del part, keys, values  # frees memory before the next chunk is read
                 yield joined
                 del joined
-            self._expect_end(options, last)
+            self._check_scan_completed(options, last)
 
-        return chunks(last)
+        return read_row_chunks(last)
 
     def close(self) -> None:
         if self._pool is not None:
@@ -205,19 +205,19 @@ class RocksDbStore(RowStore):
         with self._engine_errors():
             self._database.write(batch, self._unlogged)
 
-    def _joined(self, values: Any, width: int) -> Records:
+    def _join_records(self, values: Any, width: int) -> Records:
         try:
             return join_records(values, width)
         except ValueError as error:
-            raise self._folder.damaged(str(error)) from error
+            raise self._folder.damaged_error(str(error)) from error
 
-    def _range(self, table: str) -> ReadOptions:
+    def _create_table_scan_options(self, table: str) -> ReadOptions:
         options = ReadOptions()
         options.set_iterate_upper_bound(_table_lower_bound(self._numbers[table] + 1))
         options.set_readahead_size(2 * _MB)
         return options
 
-    def _expect_end(self, options: ReadOptions, last: bytes) -> None:
+    def _check_scan_completed(self, options: ReadOptions, last: bytes) -> None:
         """Raise an error if a scan ended at a damaged block, where iterators end silently; another step shows it."""
         step = self._database.iter(options)
         step.seek(last)
@@ -236,9 +236,9 @@ class RocksDbStore(RowStore):
         except Exception as error:
             text = str(error)
             if "orruption" in text or "No such file" in text:
-                raise self._folder.damaged(text) from error
+                raise self._folder.damaged_error(text) from error
             if type(error) is Exception:
-                raise self._folder.unwritable(text) from error
+                raise self._folder.unwritable_error(text) from error
             raise
 
 
@@ -268,6 +268,6 @@ def _table_lower_bound(number: int) -> bytes:
     return number.to_bytes(2, "big") + bytes(8)
 
 
-def _consume(calls: Iterator[Any]) -> None:
+def _exhaust_iterator(calls: Iterator[Any]) -> None:
     """Run the calls of a ``map`` without a Python loop."""
     deque(calls, maxlen=0)

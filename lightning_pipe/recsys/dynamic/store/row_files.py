@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 from lightning_pipe._compat.torch import is_view
-from lightning_pipe.checkpoints.remote_folder import local_copy, parse_local_or_remote_path, resolve_folder
-from lightning_pipe.engine.common.durable_files import fsync_parents, write_file
+from lightning_pipe.checkpoints.remote_folder import follow_checkpoint_marker, local_copy, parse_local_or_remote_path
+from lightning_pipe.engine.common.durable_files import fsync_parents, write_and_fsync
 from lightning_pipe.engine.common.errors import SetupError
 
 # Shape of a row in the column, and type of the column.
@@ -77,18 +77,18 @@ def write_rows(folder: Path, table: str, rank: int, ranks: int, chunks: Iterator
         torch.save(contents, buffer)
         packed = buffer.getvalue()
         name = f"{prefix}.{number:05}.pt"
-        write_file(folder / name, packed)
+        write_and_fsync(folder / name, packed)
         files.append({"name": name, "rows": len(rows.ids), "bytes": len(packed), "crc32": zlib.crc32(packed)})
     list_file = folder / f"{prefix}.json"
-    write_file(list_file, json.dumps(files).encode())
+    write_and_fsync(list_file, json.dumps(files).encode())
     fsync_parents(list_file)
     return sum(int(file["rows"]) for file in files)
 
 
-def check_rows(folder: Path, tables: Mapping[str, Columns | None]) -> None:
+def check_row_files(folder: Path, tables: Mapping[str, Columns | None]) -> None:
     """Check that all ranks' rows of each table exist and are undamaged. Reads every file."""
     for table, columns in tables.items():
-        for _ in _all_rows(folder, table, columns):
+        for _ in _read_files_of_all_ranks(folder, table, columns):
             pass
 
 
@@ -96,8 +96,8 @@ def read_rows(folder: str | Path, table: str, module: str | None = None) -> Iter
     """Read all ranks' rows of a table from files, without a model or other ranks.
 
     Args:
-        folder: folder of a checkpoint, or its URL, the folder given to ``ShardedModel.write_rows``, or the folder of
-            one module's rows inside it.
+        folder: folder of a checkpoint, or its URL, the folder given to ``ShardedModel.write_rows_to_folder``, or the
+            folder of one module's rows inside it.
         table: name of the table.
         module: name of the dynamic module of the table (default None: the only module with this table). Set it if
             several modules have a table of this name.
@@ -106,23 +106,23 @@ def read_rows(folder: str | Path, table: str, module: str | None = None) -> Iter
         Chunks of rows, in no particular order.
 
     Raises:
-        SetupError: A file is damaged, missing or has other contents, see :func:`check_rows`; or no module, or more than
-            one, has such a table.
+        SetupError: A file is damaged, missing or has other contents, see :func:`check_row_files`; or no module, or
+            more than one, has such a table.
     """
-    with local_copy(resolve_folder(parse_local_or_remote_path(folder)), "rows") as local:
-        yield from _all_rows(_of_module(local, table, module), table, None)
+    with local_copy(follow_checkpoint_marker(parse_local_or_remote_path(folder)), "rows") as local:
+        yield from _read_files_of_all_ranks(_find_table_row_folder(local, table, module), table, None)
 
 
-def _all_rows(folder: Path, table: str, columns: Columns | None) -> Iterator[StoredRows]:
-    for name in _lists(folder, table):
+def _read_files_of_all_ranks(folder: Path, table: str, columns: Columns | None) -> Iterator[StoredRows]:
+    for name in _find_file_lists(folder, table):
         try:
-            for file in _listed(folder / name):
-                yield _rows(folder, file, columns)
+            for file in _parse_file_list(folder / name):
+                yield _read_row_file(folder, file, columns)
         except (OSError, ValueError) as error:
-            raise _unreadable(folder, table, str(error)) from error
+            raise _unreadable_rows_error(folder, table, str(error)) from error
 
 
-def _of_module(folder: Path, table: str, module: str | None) -> Path:
+def _find_table_row_folder(folder: Path, table: str, module: str | None) -> Path:
     """Folder with the lists of a table's files: *folder*, or a module's folder below it."""
     below, lists = folder / "rows", f"{escape(table)}.rank-*-of-*.json"
     if not below.is_dir() or (module is None and any(folder.glob(lists))):
@@ -138,13 +138,13 @@ def _of_module(folder: Path, table: str, module: str | None) -> Path:
     )
 
 
-def _lists(folder: Path, table: str) -> list[str]:
+def _find_file_lists(folder: Path, table: str) -> list[str]:
     """Names of all ranks' lists of files."""
     lists = {file.name for file in folder.glob(f"{escape(table)}.rank-*-of-*.json")}
     names = [f"{table}.rank-{rank}-of-{len(lists)}.json" for rank in range(len(lists))]
     if not lists or lists != set(names):
         shown = ", ".join(sorted(lists)) or "none"
-        raise _unreadable(
+        raise _unreadable_rows_error(
             folder, table, f"the lists of files found are {shown}, expected one list from each rank of a run"
         )
     return names
@@ -160,7 +160,7 @@ class _File:
     crc32: int
 
 
-def _listed(path: Path) -> list[_File]:
+def _parse_file_list(path: Path) -> list[_File]:
     """Parse a rank's list of files."""
     try:
         files = [_File(**entry) for entry in json.loads(_content(path, _LARGEST_LIST))]
@@ -180,7 +180,7 @@ def _content(path: Path, largest: int) -> bytes:
     return path.read_bytes()
 
 
-def _rows(folder: Path, entry: _File, columns: Columns | None) -> StoredRows:
+def _read_row_file(folder: Path, entry: _File, columns: Columns | None) -> StoredRows:
     """Read the rows of a file."""
     content = _content(folder / entry.name, entry.bytes)
     if len(content) < entry.bytes:
@@ -188,26 +188,30 @@ def _rows(folder: Path, entry: _File, columns: Columns | None) -> StoredRows:
     if (checksum := zlib.crc32(content)) != entry.crc32:
         raise ValueError(f"{entry.name} has the checksum {checksum}, expected {entry.crc32}")
     try:
-        return _checked(torch.load(io.BytesIO(content), map_location="cpu", weights_only=True), entry, columns)
+        return _check_row_contents(
+            torch.load(io.BytesIO(content), map_location="cpu", weights_only=True), entry, columns
+        )
     except Exception as error:  # a file that was not written here can cause any error
         raise ValueError(f"{entry.name}: {error}") from error
 
 
-def _checked(contents: Any, entry: _File, columns: Columns | None) -> StoredRows:
+def _check_row_contents(contents: Any, entry: _File, columns: Columns | None) -> StoredRows:
     names = ("ids", "counts", "last_seen", "columns")
     if type(contents) is not dict or contents.keys() != set(names) or type(contents["columns"]) is not list:
         raise ValueError(f"expected the entries {', '.join(names)}, the last a list")
     for name in names[:3]:
-        _expect(name, contents[name], ((), torch.int64), entry.rows)
+        _check_tensor_shape_and_dtype(name, contents[name], ((), torch.int64), entry.rows)
     tensors = contents["columns"]
     if not tensors or (columns is not None and len(columns) != len(tensors)):
         raise ValueError(f"it has {len(tensors)} columns, expected {len(columns) if columns else 'at least one'}")
     for number, column in enumerate(tensors):
-        _expect(f"columns[{number}]", column, None if columns is None else columns[number], entry.rows)
+        _check_tensor_shape_and_dtype(
+            f"columns[{number}]", column, None if columns is None else columns[number], entry.rows
+        )
     return StoredRows(*(contents[name] for name in names))
 
 
-def _expect(name: str, value: Any, expected: Column | None, rows: int) -> None:
+def _check_tensor_shape_and_dtype(name: str, value: Any, expected: Column | None, rows: int) -> None:
     if type(value) is not torch.Tensor or not value.dim() or not value.is_contiguous() or value.requires_grad:
         raise ValueError(f"{name} is not a plain tensor with rows")
     shape, dtype = (tuple(value.shape[1:]), value.dtype) if expected is None else expected
@@ -215,7 +219,7 @@ def _expect(name: str, value: Any, expected: Column | None, rows: int) -> None:
         raise ValueError(f"{name} is {value.dtype} {list(value.shape)}, expected {dtype} {[rows, *shape]}")
 
 
-def _unreadable(folder: Path, table: str, why: str) -> SetupError:
+def _unreadable_rows_error(folder: Path, table: str, why: str) -> SetupError:
     return SetupError(
         f"rows of dynamic table {table} cannot be read from {str(folder)!r}: {why}. Restore the files as they were"
         " written, or resume from another checkpoint"

@@ -24,7 +24,7 @@ Records = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True)
-class StoreIdentity:
+class RankStoreIdentity:
     """Identity of a rank's store within a run. Only stores of the same run can be opened together."""
 
     run: str  # random name, drawn when the stores of all ranks were new
@@ -38,7 +38,7 @@ class StoreState:
 
     committed: int  # newest version that this rank has committed; 0 before the first commit
     prepared: int | None  # version that is prepared and not committed
-    part: StoreIdentity | None = None  # last argument of ``join_run``
+    part: RankStoreIdentity | None = None  # last argument of ``write_identity``
 
 
 class RowStore(ABC):
@@ -51,11 +51,11 @@ class RowStore(ABC):
 
     @property
     @abstractmethod
-    def state(self) -> StoreState:
+    def store_state(self) -> StoreState:
         """Current state of the store."""
 
     @abstractmethod
-    def join_run(self, part: StoreIdentity) -> None:
+    def write_identity(self, part: RankStoreIdentity) -> None:
         """Make the store *part* of a run, durably. May be called before ``recover``."""
 
     @abstractmethod
@@ -75,7 +75,7 @@ class RowStore(ABC):
         """Erase records, with the same durability as ``write``. Missing keys are ignored."""
 
     @abstractmethod
-    def prepare(self, version: int, notes: Mapping[str, str] | None = None) -> None:
+    def prepare_commit(self, version: int, notes: Mapping[str, str] | None = None) -> None:
         """Make all writes so far durable as *version*, which can then be committed or discarded.
 
         A second call, after the first failed on some rank, replaces the first.

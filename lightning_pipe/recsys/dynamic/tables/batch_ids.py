@@ -8,14 +8,14 @@ from contextlib import ExitStack
 import torch
 from torch import Tensor
 
-from lightning_pipe.recsys.batches.transfer import to_device
+from lightning_pipe.recsys.batches.transfer import move_tensor_to_device
 from lightning_pipe.recsys.dynamic.cache.id_map import DeviceIdMap
 from lightning_pipe.recsys.dynamic.cache.row_cache import RowCache
-from lightning_pipe.recsys.dynamic.cache.ticket import Ticket
+from lightning_pipe.recsys.dynamic.cache.ticket import PinnedCacheSlots
 
 
-def prefetch_on_device(
-    parts: Sequence[tuple[RowCache, DeviceIdMap, Tensor]], tickets: list[tuple[RowCache, Ticket]]
+def prefetch_with_device_lookup(
+    parts: Sequence[tuple[RowCache, DeviceIdMap, Tensor]], tickets: list[tuple[RowCache, PinnedCacheSlots]]
 ) -> list[Tensor]:
     """Cache and pin the rows of a batch whose ids are looked up on their device."""
     with ExitStack() as stack:
@@ -29,7 +29,9 @@ def prefetch_on_device(
             tickets.append((cache, cache.pin(summary)))
         changes = [[ticket.slots, *ids.changes()] for (_, ticket), (_, ids, _) in zip(tickets, parts, strict=True)]
         flat = [tensor for tensors in changes for tensor in tensors]
-        copies = iter(to_device(torch.cat(flat), parts[0][2].device).split([len(tensor) for tensor in flat]))
+        copies = iter(
+            move_tensor_to_device(torch.cat(flat), parts[0][2].device).split([len(tensor) for tensor in flat])
+        )
         for (slots, _), (_, ids, _) in zip(lookups, parts, strict=True):
             slots.masked_scatter_(slots < 0, next(copies))
             ids.apply(next(copies), next(copies), next(copies))

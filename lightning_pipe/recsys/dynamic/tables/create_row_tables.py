@@ -19,13 +19,13 @@ from lightning_pipe.recsys.dynamic.cache.id_map import DeviceIdMap
 from lightning_pipe.recsys.dynamic.cache.initial_values import Constant, InitialValues, Normal, Uniform
 from lightning_pipe.recsys.dynamic.cache.row_cache import RowCache
 from lightning_pipe.recsys.dynamic.cache.row_headers import HEADER_BYTES
-from lightning_pipe.recsys.dynamic.store.buffered_store import SharedStore, StoredTable
+from lightning_pipe.recsys.dynamic.store.buffered_store import SharedStore, TableStore
 from lightning_pipe.recsys.dynamic.store.commit import open_store_at_newest_version
 from lightning_pipe.recsys.dynamic.store.row_store import Keys, RowStore
 from lightning_pipe.recsys.dynamic.tables.id_mixing import unmix
 from lightning_pipe.recsys.dynamic.tables.row_tables import RowTables
 from lightning_pipe.recsys.dynamic.tables.sharded_tables import ShardedDynamicModule
-from lightning_pipe.recsys.dynamic.tables.slot_lookup import bypass_grouped_lookup, install_slot_lookup
+from lightning_pipe.recsys.dynamic.tables.slot_lookup import bypass_grouped_lookup, install_fast_cpu_lookup
 from lightning_pipe.recsys.kernels.row_adam import RowAdam
 from lightning_pipe.recsys.kernels.table_optimizer import TableOptimizerSpec
 from lightning_pipe.recsys.modules.dynamic_modules import DynamicTable, RowStorageOptions
@@ -52,7 +52,7 @@ def open_rows(
 ) -> RowTables:
     """Open the store of a module and create its caches. Collective."""
     ranks, storage = group.size(), module.storage
-    row_optimizers = _row_optimizers(module, optimizers, device)
+    row_optimizers = _create_row_optimizers(module, optimizers, device)
     columns: dict[str, list[Tensor]] = {}
     tables_of_keys: list[str] = []
     for table, features, tensors in module.table_columns():
@@ -85,11 +85,13 @@ def open_rows(
         caches: dict[str, RowCache] = {}
         for table, tensors in columns.items():
             config = module.dynamic_tables[table]
-            below = StoredTable(shared, table)
-            values.append(InitialValues(table, config.embedding_dim, _initial(config), seed=module_seed))
+            below = TableStore(shared, table)
+            values.append(
+                InitialValues(table, config.embedding_dim, _parse_initial_values_option(config), seed=module_seed)
+            )
             if config.host_rows:
                 below = HostRows(-(-config.host_rows // ranks), widths[table], shared, table)
-            caches[table] = _cache(config, tensors, below, storage, values[-1])
+            caches[table] = _create_row_cache(config, tensors, below, storage, values[-1])
         rows = RowTables(
             caches,
             tables_of_keys,
@@ -99,7 +101,7 @@ def open_rows(
             row_optimizers=row_optimizers,
             commit_every=storage.commit_every,
             seed=module_seed,
-            reseed=partial(_reseed, values) if storage.seed is None else None,
+            reseed=partial(_reseed_initial_values, values) if storage.seed is None else None,
             existing_rows=storage.existing_rows,
         )
     except BaseException:
@@ -107,7 +109,7 @@ def open_rows(
         raise
     module.set_row_tables(rows)
     for kernel, _ in kernels_of(module):
-        install_slot_lookup(kernel)
+        install_fast_cpu_lookup(kernel)
     for lookup in lookups_of(module):
         bypass_grouped_lookup(lookup)
     return rows
@@ -125,7 +127,7 @@ def open_store(path: Path, widths: Mapping[str, int], description: Any) -> RowSt
     return RocksDbStore(path, widths, description)
 
 
-def _row_optimizers(
+def _create_row_optimizers(
     module: ShardedDynamicModule, optimizers: Mapping[str, TableOptimizerSpec], device: torch.device
 ) -> list[RowAdam]:
     row_optimizers = []
@@ -139,8 +141,8 @@ def _row_optimizers(
     return row_optimizers
 
 
-def _cache(
-    table: DynamicTable, columns: list[Tensor], below: StoredTable, storage: RowStorageOptions, values: InitialValues
+def _create_row_cache(
+    table: DynamicTable, columns: list[Tensor], below: TableStore, storage: RowStorageOptions, values: InitialValues
 ) -> RowCache:
     return RowCache(
         table.name,
@@ -149,7 +151,7 @@ def _cache(
         initial=values,
         state_fill=[0.0] * (len(columns) - 1),
         policy=table.eviction if isinstance(table.eviction, str) else partial(_score_ids, table.eviction),
-        ids_of=_ids_of,
+        ids_of=_unmix_keys,
         admission_threshold=table.admission_threshold,
         ttl=table.ttl,
         check_nan=storage.check_nan,
@@ -157,18 +159,18 @@ def _cache(
     )
 
 
-def _reseed(values: Sequence[InitialValues], seed: int) -> None:
+def _reseed_initial_values(values: Sequence[InitialValues], seed: int) -> None:
     for initial_values in values:
         initial_values.reseed(seed)
 
 
-def _initial(table: DynamicTable) -> Any:
+def _parse_initial_values_option(table: DynamicTable) -> Any:
     initial = table.initial
     if initial is None:
         bound = 1 / math.sqrt(table.embedding_dim)
         return Uniform(-bound, bound)
     if callable(initial):
-        return partial(_of_ids, initial)
+        return partial(_call_with_original_ids, initial)
     kinds = {"uniform": Uniform, "normal": Normal, "constant": Constant}
     where = f"initial of dynamic table {table.name!r}"
     if len(initial) != 1 or next(iter(initial)) not in kinds:
@@ -185,15 +187,15 @@ def _initial(table: DynamicTable) -> Any:
         ) from error
 
 
-def _ids_of(mixed: Keys) -> Keys:
+def _unmix_keys(mixed: Keys) -> Keys:
     ids: Keys = unmix(torch.from_numpy(mixed)).numpy()
     return ids
 
 
 def _score_ids(function: Callable[..., Any], mixed: Keys, counts: Any, last_seen: Any) -> Any:
-    return function(_ids_of(mixed), counts, last_seen)
+    return function(_unmix_keys(mixed), counts, last_seen)
 
 
-def _of_ids(function: Callable[[Tensor], Tensor], mixed: Tensor) -> Tensor:
+def _call_with_original_ids(function: Callable[[Tensor], Tensor], mixed: Tensor) -> Tensor:
     """Call a user's function with the original ids instead of the mixed ones."""
     return function(unmix(mixed))

@@ -22,36 +22,36 @@ _INVERSES = tuple(_signed(pow(factor, -1, 1 << 64)) for factor in _FACTORS)
 
 def mix(ids: torch.Tensor) -> torch.Tensor:
     """Mix *ids*, int64 of any shape, into a new tensor."""
-    mixed = ids ^ _shifted(ids, _SHIFTS[0])
+    mixed = ids ^ _logical_shift_right(ids, _SHIFTS[0])
     mixed *= _signed(_FACTORS[0])
-    mixed ^= _shifted(mixed, _SHIFTS[1])
+    mixed ^= _logical_shift_right(mixed, _SHIFTS[1])
     mixed *= _signed(_FACTORS[1])
-    mixed ^= _shifted(mixed, _SHIFTS[2])
+    mixed ^= _logical_shift_right(mixed, _SHIFTS[2])
     return mixed
 
 
 def unmix(mixed: torch.Tensor) -> torch.Tensor:
     """Invert :func:`mix`, into a new tensor."""
-    ids = _unshift(mixed, _SHIFTS[2])
+    ids = _invert_xor_shift(mixed, _SHIFTS[2])
     ids *= _INVERSES[1]
-    ids = _unshift(ids, _SHIFTS[1])
+    ids = _invert_xor_shift(ids, _SHIFTS[1])
     ids *= _INVERSES[0]
-    return _unshift(ids, _SHIFTS[0])
+    return _invert_xor_shift(ids, _SHIFTS[0])
 
 
-def owned(mixed: torch.Tensor, ranks: int, rank: int) -> torch.Tensor:
+def get_owned_id_mask(mixed: torch.Tensor, ranks: int, rank: int) -> torch.Tensor:
     """Mask of the ids whose unsigned remainder modulo *ranks* is *rank*, the rank to which FBGEMM sends an id."""
     # int64 has no unsigned remainder, so it is computed from the upper 63 bits and the lowest bit.
     upper = (mixed >> 1) & 0x7FFFFFFFFFFFFFFF
     return (upper.remainder(ranks) * 2 + (mixed & 1)).remainder(ranks) == rank
 
 
-def _shifted(bits: torch.Tensor, by: int) -> torch.Tensor:
+def _logical_shift_right(bits: torch.Tensor, by: int) -> torch.Tensor:
     """Logical shift to the right, which PyTorch does not have for signed types."""
     return (bits >> by).bitwise_and_((1 << (64 - by)) - 1)
 
 
-def _unshift(bits: torch.Tensor, by: int) -> torch.Tensor:
+def _invert_xor_shift(bits: torch.Tensor, by: int) -> torch.Tensor:
     """Inverse of ``x ^ (x >>> by)``, for *by* >= 22."""
-    unshifted = bits ^ _shifted(bits, by)
-    return unshifted ^ _shifted(bits, 2 * by)
+    unshifted = bits ^ _logical_shift_right(bits, by)
+    return unshifted ^ _logical_shift_right(bits, 2 * by)

@@ -32,7 +32,7 @@ _FAILED = "rows cannot be read or written"
 _SCANNED = 65_536  # rows of a file
 
 
-class RowDump:
+class RowCommit:
     """One commit of a module's rows. All ranks create it, and call ``commit``, together."""
 
     def __init__(
@@ -54,7 +54,7 @@ class RowDump:
         self._queued = False
         self._over = threading.Event()
 
-    def copy(self) -> None:
+    def copy_changes(self) -> None:
         """Copy changed rows, and hold evictions back until the copies are committed, so that training can continue."""
         # In this order: rows that are evicted in between have not changed since they were copied.
         self._copies = [(cache, cache.copy_changes()) for cache in self._caches.values()]
@@ -96,7 +96,7 @@ class RowDump:
                 while changes:
                     cache.write_changes(changes.pop())
 
-    def write(self, folder: Path) -> None:
+    def write_files(self, folder: Path) -> None:
         """Write this rank's rows, as they were committed, to files."""
         while self._scans:
             table, scan = self._scans.popitem()
@@ -114,24 +114,24 @@ class RowDump:
             self._dumped(False)
             self._over.set()
 
-    def finish(self) -> None:
+    def wait_or_abandon(self) -> None:
         """Wait for the commit, or give it up if an error has prevented its start."""
         if not self._queued:
             self.abandon()
         self._over.wait()
 
 
-class ModelRowDump:
+class ModelRowCommit:
     """Commits of all modules of a model, by name, as a part of a checkpoint."""
 
-    def __init__(self, dumps: Mapping[str, RowDump]) -> None:
+    def __init__(self, dumps: Mapping[str, RowCommit]) -> None:
         self._dumps = dict(dumps)
         self.committed: dict[str, Any] = {name: dump.metadata for name, dump in dumps.items()}
 
-    def copy(self) -> None:
+    def copy_changes(self) -> None:
         """Copy changed rows, so that training can continue."""
         for dump in self._dumps.values():
-            dump.copy()
+            dump.copy_changes()
 
     def mark_commit_queued(self) -> None:
         """Record that ``commit`` is going to be called on another thread."""
@@ -139,7 +139,7 @@ class ModelRowDump:
             dump.mark_commit_queued()
 
     def commit(self, group: dist.ProcessGroup | None = None, *, to_write: bool = False) -> None:
-        """Commit the rows; see :meth:`RowDump.commit`. After an error, the commits of later modules are given up."""
+        """Commit the rows; see :meth:`RowCommit.commit`. After an error, the commits of later modules are given up."""
         try:
             for dump in self._dumps.values():
                 dump.commit(group, to_write=to_write)
@@ -148,10 +148,10 @@ class ModelRowDump:
                 dump.abandon()
             raise
 
-    def write(self, folder: Path) -> None:
+    def write_files(self, folder: Path) -> None:
         """Write this rank's rows, as they were committed, to a folder for each module."""
         for name, dump in self._dumps.items():
-            dump.write(rows_folder(folder, name))
+            dump.write_files(rows_folder(folder, name))
 
 
 def with_original_ids(rows: StoredRows) -> StoredRows:

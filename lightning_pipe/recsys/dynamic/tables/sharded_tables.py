@@ -26,7 +26,7 @@ from lightning_pipe.engine.ranks.object_collectives import all_reduce_any_async,
 from lightning_pipe.engine.runtime.record_stream import record_stream
 from lightning_pipe.recsys.dynamic.tables.id_mixing import mix
 from lightning_pipe.recsys.dynamic.tables.row_tables import BatchRows, RowTables, end_lookups
-from lightning_pipe.recsys.kernels.row_adam import row_optimizer
+from lightning_pipe.recsys.kernels.row_adam import get_attached_row_optimizer
 from lightning_pipe.recsys.modules.dynamic_modules import (
     DynamicEmbeddingBagCollection,
     DynamicEmbeddingCollection,
@@ -66,7 +66,7 @@ class ShardedDynamicModule:
     def table_columns(self) -> Iterator[tuple[str, list[str], list[torch.Tensor]]]:
         """Yield this rank's tables in the order of the distributed features."""
         for fused, tables in kernels_of(self):
-            row_adam = row_optimizer(fused)
+            row_adam = get_attached_row_optimizer(fused)
             states = fused.split_optimizer_states() if row_adam is None else row_adam.states
             for index, (table, weights) in enumerate(zip(tables, fused.split_embedding_weights(), strict=True)):
                 tensors = [weights, *(states[index] if states else ())]
@@ -80,7 +80,7 @@ class ShardedDynamicModule:
 
     def input_dist(self, ctx: Any, features: KeyedJaggedTensor) -> Awaitable[Awaitable[KJTList]]:
         """Start TorchRec's input dist with mixed ids."""
-        mixed = with_mixed_ids(features)
+        mixed = copy_with_mixed_ids(features)
         # Created here because TorchRec's creation would warn about ids beyond the rows of the cache.
         create_input_dists_keeping_ids(self, mixed)
         awaitable: Awaitable[Awaitable[KJTList]] = super().input_dist(ctx, mixed)  # type: ignore[misc]
@@ -117,7 +117,7 @@ class ShardedDynamicModule:
             end_lookups(self._unclaimed, trained=True)
             self._unclaimed = [rows]
             self.row_tables.commit_if_due()
-        error = _begun(rows, trains)
+        error = _begin_batch_or_get_error(rows, trains)
         any_failed = all_reduce_any_async(error is not None, self.row_tables.group)
         slots = rows.features
         if slots is None:
@@ -127,13 +127,13 @@ class ShardedDynamicModule:
         if not trains:
             rows.end(trained=False)
 
-        def checked(embeddings: Any) -> Any:
+        def raise_if_any_rank_failed(embeddings: Any) -> Any:
             if any_failed():
                 end_lookups(self.take_pinned_rows(), trained=False)
                 raise_gathered(error, "", self.row_tables.group, InputError)
             return embeddings
 
-        output.callbacks.append(checked)
+        output.callbacks.append(raise_if_any_rank_failed)
         return output
 
     def take_pinned_rows(self) -> list[BatchRows]:
@@ -150,21 +150,21 @@ class ShardedDynamicEmbeddingCollection(ShardedDynamicModule, OrderedEmbeddingCo
     """Sharded sequence embeddings of any int64 ids."""
 
 
-def _begun(rows: BatchRows, trains: bool) -> Exception | None:
+def _begin_batch_or_get_error(rows: BatchRows, trains: bool) -> Exception | None:
     """Begin a batch, or prepare it for a lookup without training; return its error on this rank, from now or before."""
     if rows.error is not None:
         return rows.error
     try:
         if trains:
-            rows.begin()
+            rows.begin_batch_and_count_ids()
         else:
-            rows.reset_expired()
+            rows.reset_expired_rows()
     except Exception as error:  # a user's function of initial values may raise any exception
         return error
     return None
 
 
-def with_mixed_ids(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+def copy_with_mixed_ids(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
     """Copy of *features* with mixed ids; all other tensors are shared."""
     ids = features.values()
     if ids.dtype not in (torch.int64, torch.int32):
@@ -175,7 +175,7 @@ def with_mixed_ids(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
 # ---------------------------------------------------------------------- sharders
 
 
-class _RowWise(OrderedSharder):
+class _DynamicModuleSharder(OrderedSharder):
     """Sharding options of dynamic modules: row-wise, with fused kernels."""
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
@@ -192,14 +192,14 @@ class _RowWise(OrderedSharder):
         return {**(super().kernel_arguments() or {}), **overrides}
 
 
-class DynamicEmbeddingBagCollectionSharder(_RowWise, EmbeddingBagCollectionSharder):
+class DynamicEmbeddingBagCollectionSharder(_DynamicModuleSharder, EmbeddingBagCollectionSharder):
     """Sharder of ``DynamicEmbeddingBagCollection``."""
 
     kind = ShardedDynamicEmbeddingBagCollection
     module_type = DynamicEmbeddingBagCollection
 
 
-class DynamicEmbeddingCollectionSharder(_RowWise, EmbeddingCollectionSharder):
+class DynamicEmbeddingCollectionSharder(_DynamicModuleSharder, EmbeddingCollectionSharder):
     """Sharder of ``DynamicEmbeddingCollection``."""
 
     kind = ShardedDynamicEmbeddingCollection

@@ -18,8 +18,8 @@ from torch import Tensor
 from torchrec.distributed.embedding_lookup import GroupedPooledEmbeddingsLookup
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from lightning_pipe._compat.torch import schema_of
-from lightning_pipe._compat.torchrec import fast_kernel_of
+from lightning_pipe._compat.torch import get_operator_schema
+from lightning_pipe._compat.torchrec import get_single_kernel_of_lookup
 
 _OPERATORS = {
     EmbOptimType.EXACT_SGD: "sgd",
@@ -40,12 +40,12 @@ _OF_LOOKUP = ("host_weights", "indices", "offsets", "pooling_mode", "indice_weig
 _KNOWN = {*_OF_KERNEL, *_OF_OPTIONS, *_OF_LOOKUP, "learning_rate"}
 
 
-def install_slot_lookup(kernel: Any) -> bool:
+def install_fast_cpu_lookup(kernel: Any) -> bool:
     """Replace the ``forward`` of a dynamic table's kernel by the fast lookup, if the kernel is supported.
 
     Supported are CPU kernels with sum or mean pooling and a known optimizer.
     """
-    operator = _operator(_OPERATORS.get(kernel.optimizer, ""))
+    operator = _find_fbgemm_operator(_OPERATORS.get(kernel.optimizer, ""))
     pools = kernel.pooling_mode in (PoolingMode.SUM, PoolingMode.MEAN)
     if operator is None or not pools or not kernel.use_cpu:
         return False
@@ -58,7 +58,7 @@ def bypass_grouped_lookup(lookup: Any) -> bool:
 
     Features with weights, and features with a batch size per feature, still use TorchRec's implementation.
     """
-    kernel = fast_kernel_of(lookup) if type(lookup) is GroupedPooledEmbeddingsLookup else None
+    kernel = get_single_kernel_of_lookup(lookup) if type(lookup) is GroupedPooledEmbeddingsLookup else None
     if kernel is None or not kernel.use_cpu:
         return False
     original = lookup.forward
@@ -84,7 +84,7 @@ class _SlotLookup:
         self._kernel = kernel
         self._operator = operator
         self._original = original
-        takes = {argument.name for argument in schema_of(operator).arguments}
+        takes = {argument.name for argument in get_operator_schema(operator).arguments}
         self._of_kernel, self._of_options = takes & _OF_KERNEL, takes & _OF_OPTIONS
 
     def __call__(
@@ -108,10 +108,10 @@ class _SlotLookup:
 
 
 @cache
-def _operator(name: str) -> Any:
+def _find_fbgemm_operator(name: str) -> Any:
     """FBGEMM's operator for an optimizer; None if it does not exist or has arguments that are unknown here."""
     packet = getattr(torch.ops.fbgemm, f"split_embedding_codegen_lookup_{name}_function_cpu", None) if name else None
     operator = getattr(packet, "default", None)
-    if operator is None or {argument.name for argument in schema_of(operator).arguments} - _KNOWN:
+    if operator is None or {argument.name for argument in get_operator_schema(operator).arguments} - _KNOWN:
         return None
     return operator

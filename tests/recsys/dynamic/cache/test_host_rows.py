@@ -45,7 +45,7 @@ class Levels:
         return {key: record[0] for key, record in self.store.tables["t"].items()}
 
     def changes(self, *above: int) -> list[Change]:
-        return list(self.level.changes(keys(*above)))
+        return list(self.level.copy_changes(keys(*above)))
 
 
 def told(changes: list[Change]) -> dict[int, int]:
@@ -81,7 +81,7 @@ def test_writes_stay_here_until_they_are_evicted_in_the_order_of_use(way: str) -
 def test_cleared_records_never_were(way: str) -> None:
     levels = Levels()
     levels.write(k1=10, k4=40)
-    levels.level.clear()
+    levels.level.clear_host_memory()
     assert levels.read(1, 4) == {1: 1}
     assert levels.changes() == []
     levels.write(k5=50, k6=60, k7=70)

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from lightning_pipe.recsys.dynamic.store.record_bytes import (
     KEY_BYTES,
-    join_keys,
+    decode_keys,
+    encode_keys,
     join_records,
-    split_keys,
     split_records,
 )
 
@@ -20,14 +20,14 @@ INT64 = st.integers(-(2**63), 2**63 - 1)
 
 @given(st.lists(INT64, max_size=50), st.integers(0, 2**16 - 1))
 def test_keys_come_back(keys: list[int], table: int) -> None:
-    parts = split_keys(table, np.array(keys, np.int64))
+    parts = encode_keys(table, np.array(keys, np.int64))
     assert {len(part) for part in parts} <= {KEY_BYTES}
-    assert join_keys(parts).tolist() == keys
+    assert decode_keys(parts).tolist() == keys
 
 
 @given(st.tuples(st.integers(0, 2**16 - 1), INT64), st.tuples(st.integers(0, 2**16 - 1), INT64))
 def test_strings_sort_by_table_and_then_as_numbers_do(one: tuple[int, int], other: tuple[int, int]) -> None:
-    (first,), (second,) = (split_keys(table, np.array([key])) for table, key in (one, other))
+    (first,), (second,) = (encode_keys(table, np.array([key])) for table, key in (one, other))
     assert (first < second) == (one < other)
 
 

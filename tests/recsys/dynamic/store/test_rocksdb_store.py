@@ -14,7 +14,7 @@ import pytest
 from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.recsys.dynamic.store import rocksdb_store
 from lightning_pipe.recsys.dynamic.store.rocksdb_store import RocksDbStore
-from lightning_pipe.recsys.dynamic.store.row_store import Keys, StoreIdentity, StoreState
+from lightning_pipe.recsys.dynamic.store.row_store import Keys, RankStoreIdentity, StoreState
 from tests.recsys.dynamic.small_stores import EDGES, WIDTH, commit, open_store, size, some_records
 from tests.scenarios.faults.forked_ranks import Here, Nursery, told
 
@@ -94,7 +94,7 @@ def test_a_commit_survives_and_what_came_after_it_does_not(folder: Path) -> None
     store.erase("a", EDGES[:3])
     store.close()
     store = open_store(folder)
-    assert store.state == StoreState(1, None)
+    assert store.store_state == StoreState(1, None)
     assert store.notes() == {"step": "7"}
     records, found = store.read("a", np.append(EDGES, 5))
     assert found.tolist() == [True] * len(EDGES) + [False]
@@ -124,12 +124,12 @@ def test_a_prepared_version_is_taken_or_forgotten_as_asked(folder: Path, forward
     store.write("a", EDGES[:2], some_records(2))
     commit(store, step="1")
     store.write("a", EDGES[2:3], some_records(1))
-    store.prepare(2, {"step": "2"})
+    store.prepare_commit(2, {"step": "2"})
     store.close()
     store = RocksDbStore(folder, {"a": WIDTH, "b": 8}, {"a": {"dimension": 9}})
-    assert store.state == StoreState(1, 2)
+    assert store.store_state == StoreState(1, 2)
     store.recover(2 if forward else 1)
-    assert store.state == StoreState(2 if forward else 1, None)
+    assert store.store_state == StoreState(2 if forward else 1, None)
     assert store.notes() == {"step": "2" if forward else "1"}
     assert size(store, "a") == (3 if forward else 2)
     commit(store)
@@ -143,9 +143,9 @@ def _folders(folder: Path) -> set[str]:
 
 def test_a_version_can_be_prepared_again(store: RocksDbStore) -> None:
     store.write("a", EDGES[:2], some_records(2))
-    store.prepare(1)
+    store.prepare_commit(1)
     store.write("a", EDGES[2:4], some_records(2))
-    store.prepare(1, {"try": "second"})
+    store.prepare_commit(1, {"try": "second"})
     store.commit(1)
     assert store.notes() == {"try": "second"}
     assert size(store, "a") == 4
@@ -153,10 +153,10 @@ def test_a_version_can_be_prepared_again(store: RocksDbStore) -> None:
 
 def test_the_run_it_belongs_to_is_remembered(folder: Path) -> None:
     store = open_store(folder)
-    store.join_run(StoreIdentity("abc", 1, 4))
+    store.write_identity(RankStoreIdentity("abc", 1, 4))
     store.close()
     store = open_store(folder)
-    assert store.state.part == StoreIdentity("abc", 1, 4)
+    assert store.store_state.part == RankStoreIdentity("abc", 1, 4)
     store.close()
 
 

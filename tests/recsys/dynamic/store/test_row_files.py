@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lightning_pipe.engine import SetupError
-from lightning_pipe.recsys.dynamic.store.row_files import StoredRows, check_rows, read_rows, write_rows
+from lightning_pipe.recsys.dynamic.store.row_files import StoredRows, check_row_files, read_rows, write_rows
 
 
 def rows(first: int, count: int) -> StoredRows:
@@ -25,7 +25,7 @@ def written(folder: Path, ranks: int = 2) -> None:
 
 def test_rows_of_all_ranks_come_back(tmp_path: Path) -> None:
     written(tmp_path)
-    check_rows(tmp_path, dict.fromkeys(["users", "users_of_late"]))
+    check_row_files(tmp_path, dict.fromkeys(["users", "users_of_late"]))
     found = list(read_rows(tmp_path, "users"))
     assert torch.cat([one.ids for one in found]).tolist() == [
         *range(5),
@@ -53,7 +53,7 @@ def test_a_missing_file_is_refused(suffix: str, tmp_path: Path) -> None:
     written(tmp_path)
     next(file for file in sorted(tmp_path.iterdir()) if file.suffix == suffix).unlink()
     with pytest.raises(SetupError, match=r"expected one list from each rank|no such file"):
-        check_rows(tmp_path, {"users": None})
+        check_row_files(tmp_path, {"users": None})
 
 
 def other_byte(contents: bytes, place: int) -> bytes:
@@ -75,14 +75,14 @@ def test_a_file_with_another_byte_or_length_is_refused(damage: Callable[[bytes],
     file = sorted(tmp_path.glob("users.*.pt"))[1]
     file.write_bytes(damage(file.read_bytes()))
     with pytest.raises(SetupError, match=r"has (the checksum|\d+ bytes).*expected \d+"):
-        check_rows(tmp_path, {"users": None})
+        check_row_files(tmp_path, {"users": None})
     with pytest.raises(SetupError, match=r"has (the checksum|\d+ bytes).*expected \d+"):
         list(read_rows(tmp_path, "users"))
 
 
 def test_a_folder_without_any_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SetupError, match="lists of files found are none"):
-        check_rows(tmp_path, {"users": None})
+        check_row_files(tmp_path, {"users": None})
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])

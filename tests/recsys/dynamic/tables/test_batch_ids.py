@@ -15,7 +15,7 @@ from lightning_pipe.engine.common.errors import InputError
 from lightning_pipe.recsys.dynamic.cache.id_map import DeviceIdMap
 from lightning_pipe.recsys.dynamic.cache.initial_values import InitialValues
 from lightning_pipe.recsys.dynamic.cache.row_cache import RowCache
-from lightning_pipe.recsys.dynamic.store.buffered_store import SharedStore, StoredTable
+from lightning_pipe.recsys.dynamic.store.buffered_store import SharedStore, TableStore
 from lightning_pipe.recsys.dynamic.tables.row_tables import BatchRows, RowTables
 from tests.recsys.dynamic.far_device import FAR, Traffic, far, on_far
 from tests.recsys.dynamic.memory_store import MemoryStore
@@ -37,7 +37,7 @@ class Tables:
             name: RowCache(
                 name,
                 [self.weights[name]],
-                StoredTable(shared, name),
+                TableStore(shared, name),
                 initial=initial,
                 ids=None if device is None else DeviceIdMap(CAPACITY, device),
             )
@@ -101,7 +101,7 @@ def test_ids_on_the_device_are_looked_up_again_after_the_store_has_failed(method
     tables = Tables(torch.device("cpu"))
     for first in (1, 11, 21):
         batch = tables.prefetch([first, first + 1], [first + 2], [first])
-        batch.begin()
+        batch.begin_batch_and_count_ids()
         batch.end(trained=True)
         tables.store.failing = {method}
         failed = tables.prefetch([first + 5, first + 6, first + 7], [first + 8], [first])

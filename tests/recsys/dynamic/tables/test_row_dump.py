@@ -38,16 +38,16 @@ def test_what_is_written_is_of_the_step_of_the_copy_whatever_is_trained_meanwhil
     before = rows_of(sharded)
     train(sharded, range(3, 5))
     at_copy = rows_of(sharded)
-    dumped = sharded.dump_rows()
-    dumped.copy()
+    dumped = sharded.prepare_row_dump()
+    dumped.copy_changes()
     train(sharded, range(5, 12))
     dumped.commit(saves.group, to_write=True)
-    dumped.write(tmp_path / "written")
+    dumped.write_files(tmp_path / "written")
     after = rows_of(sharded)
     assert not same(before, at_copy)
     assert not same(at_copy, after)
     other = shard(Model(tmp_path / "other", cache_rows=60), SGD)
-    other.read_rows(tmp_path / "written", dumped.committed, with_optimizers=True)
+    other.read_rows_from_folder(tmp_path / "written", dumped.committed, with_optimizers=True)
     assert same(rows_of(other), at_copy)
     sharded.close()
     assert same(reopened(tmp_path), at_copy)
@@ -58,8 +58,8 @@ def test_a_commit_that_never_began_is_given_up_by_the_next_use_of_the_rows(
 ) -> None:
     sharded = shard(Model(tmp_path / "rows", cache_rows=60), SGD)
     train(sharded, range(2))
-    given_up = sharded.dump_rows()
-    given_up.copy()
+    given_up = sharded.prepare_row_dump()
+    given_up.copy_changes()
     train(sharded, range(2, 9))
     expected = rows_of(sharded)
     with pytest.raises(SetupError, match="had been given up"):
@@ -70,7 +70,7 @@ def test_a_commit_that_never_began_is_given_up_by_the_next_use_of_the_rows(
 
 
 def _no_room(store: RocksDbStore, *args: Any) -> None:
-    raise store._folder.unwritable("no room")
+    raise store._folder.unwritable_error("no room")
 
 
 def _no_room_for_evictions(store: SharedStore) -> None:
@@ -87,8 +87,8 @@ def test_rows_that_a_commit_could_not_write_are_in_the_next_one(
 ) -> None:
     sharded = shard(Model(tmp_path / "rows", cache_rows=60), SGD)
     train(sharded, range(2))
-    dumped = sharded.dump_rows()
-    dumped.copy()
+    dumped = sharded.prepare_row_dump()
+    dumped.copy_changes()
     train(sharded, range(2, 9))
     assert any(rows._store.snapshot() for rows in sharded.dynamic_rows.values())  # evictions are held back
     with monkeypatch.context() as patched:
@@ -113,7 +113,7 @@ def test_an_export_beside_training_waits_for_the_commit(saves: BackgroundSave, t
 
     saves.add(wait)
     train(sharded, range(3))  # the second commit would wait for the first
-    exporting = threading.Thread(target=sharded.write_rows, args=(tmp_path / "written",))
+    exporting = threading.Thread(target=sharded.write_rows_to_folder, args=(tmp_path / "written",))
     exporting.start()
     goes_on.set()
     exporting.join(HANG)

@@ -20,6 +20,6 @@ def test_progress_that_is_none_is_refused_with_what_was_found(progress: Any) -> 
     alone: Any = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
     tables = RowTables({"t": table.cache}, ["t"], store=table.shared, group=alone, description={})
     with pytest.raises(SetupError, match=r"the rows of t were written with the progress .*; expected step, seed and"):
-        tables._set_progress(progress)
-    tables._set_progress({"step": "7", "seed": "-3", "optimizer_steps": ""})
+        tables._restore_training_progress(progress)
+    tables._restore_training_progress({"step": "7", "seed": "-3", "optimizer_steps": ""})
     assert tables.step == 7

@@ -14,7 +14,7 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 
 from lightning_pipe.engine import InputError, SetupError
 from lightning_pipe.recsys import TrainPipeline
-from lightning_pipe.recsys.kernels.fused_kernels import fused_kernels
+from lightning_pipe.recsys.kernels.fused_kernels import find_fused_kernels
 from lightning_pipe.recsys.modules.dynamic_modules import DynamicEmbeddingBagCollection, DynamicTable
 from tests.distributed import run_ranks
 from tests.recsys.dynamic.dynamic_cases import (
@@ -87,7 +87,7 @@ def test_every_plan_trains_alike_to_the_bit_whatever_leaves_the_cache(
 
 @pytest.mark.usefixtures("one_rank")
 def test_kernels_round_rows_to_the_nearest_number_whose_slots_differ_between_plans(tmp_path: Path) -> None:
-    kernels = fused_kernels(shard(Model(tmp_path, data_type=DataType.FP16), ROW_WISE_ADAGRAD).dmp)
+    kernels = find_fused_kernels(shard(Model(tmp_path, data_type=DataType.FP16), ROW_WISE_ADAGRAD).dmp)
     assert kernels
     assert not any(kernel.optimizer_args.stochastic_rounding for kernel in kernels)
 
@@ -291,7 +291,7 @@ def test_the_seed_of_new_rows_is_that_of_the_run_that_began(tmp_path: Path) -> N
     first = shard(Model(tmp_path / "first", initial=normal), SGD, seed=1)
     train(first, range(4))
     committed = first.commit_rows()
-    first.write_rows(tmp_path / "rows")
+    first.write_rows_to_folder(tmp_path / "rows")
     first.close()
     for store, existing in (("first", "keep"), ("second", "refuse")):
         second = shard(Model(tmp_path / store, initial=normal, existing_rows=existing), SGD, seed=2)
@@ -299,7 +299,7 @@ def test_the_seed_of_new_rows_is_that_of_the_run_that_began(tmp_path: Path) -> N
             for (_, to), (_, value) in zip(second.dense_parameters(), first.dense_parameters(), strict=True):
                 to.copy_(value)
         if store == "second":
-            second.read_rows(tmp_path / "rows", committed, with_optimizers=True)
+            second.read_rows_from_folder(tmp_path / "rows", committed, with_optimizers=True)
         train(second, range(4, STEPS))
         assert same(outcome(second), outcome(whole)), store
 
@@ -309,7 +309,7 @@ def test_damage_in_what_a_checkpoint_says_of_rows_is_an_error_in_words(tmp_path:
     sharded = shard(Model(tmp_path / "tables"), SGD)
     train(sharded, range(1))
     committed = sharded.commit_rows()
-    sharded.write_rows(tmp_path / "rows")
+    sharded.write_rows_to_folder(tmp_path / "rows")
     name, found = next(iter(committed.items()))
     of_module: list[Any] = [None, [], {}, {**found, "progress": 3}, {**found, "version": 3}]
     of_module += [{key: value for key, value in found.items() if key != left} for left in ("tables", "progress")]
@@ -317,8 +317,8 @@ def test_damage_in_what_a_checkpoint_says_of_rows_is_an_error_in_words(tmp_path:
     damaged: list[Any] = [3, [], *({**committed, name: one} for one in of_module)]
     for damage in damaged:
         with pytest.raises(SetupError, match=r"is damaged|were written with the progress"):
-            sharded.read_rows(tmp_path / "rows", damage, with_optimizers=False)
-    sharded.read_rows(tmp_path / "rows", committed, with_optimizers=True)
+            sharded.read_rows_from_folder(tmp_path / "rows", damage, with_optimizers=False)
+    sharded.read_rows_from_folder(tmp_path / "rows", committed, with_optimizers=True)
 
 
 @pytest.mark.usefixtures("one_rank")

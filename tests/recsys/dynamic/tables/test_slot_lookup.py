@@ -22,7 +22,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_pipe.recsys import shard_model
-from lightning_pipe.recsys.dynamic.tables.slot_lookup import bypass_grouped_lookup, install_slot_lookup
+from lightning_pipe.recsys.dynamic.tables.slot_lookup import bypass_grouped_lookup, install_fast_cpu_lookup
 
 ROWS = ((50, 8), (30, 4))
 
@@ -61,7 +61,7 @@ def test_results_and_training_are_the_modules_own_to_the_bit(
 ) -> None:
     whole, fast = (kernel(optimizer, pooling, **options) for _ in range(2))
     before = [part.clone() for part in state(whole)]
-    assert install_slot_lookup(fast)
+    assert install_fast_cpu_lookup(fast)
     for step in range(5):
         for made in (whole, fast):
             made.set_learning_rate(0.1 / (step + 1))
@@ -80,7 +80,7 @@ def test_results_and_training_are_the_modules_own_to_the_bit(
 
 def test_what_is_not_known_goes_the_usual_way() -> None:
     whole, fast = (kernel(EmbOptimType.EXACT_SGD, PoolingMode.SUM) for _ in range(2))
-    assert install_slot_lookup(fast)
+    assert install_fast_cpu_lookup(fast)
     slots, offsets = torch.tensor([3, 4, 5], dtype=torch.int32), torch.tensor([0, 1, 2, 3], dtype=torch.int32)
     assert torch.equal(whole(slots, offsets), fast(slots, offsets))
 
