@@ -56,7 +56,7 @@ def import_torchrec() -> ModuleType:
 
 def describe_versions() -> str:
     """Names and versions of the installed ones of torch, torchrec and fbgemm, separated by commas."""
-    return ", ".join(f"{name} {version}" for name in _PACKAGES if (version := _version(name)) is not None)
+    return ", ".join(f"{name} {version}" for name in _PACKAGES if (version := _get_installed_version(name)) is not None)
 
 
 def require(package: str, minimum: str, purpose: str) -> None:
