@@ -56,7 +56,7 @@ FAULTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "written after it was handed on": _written_after_hand_over,
     "read in a worker": _read_in_worker,
     "messages not recorded": lambda: mock.patch.object(routes, "record_stream", left_out),
-    "rows not ordered": lambda: mock.patch.object(RowColumns, "_wait", left_out),
+    "rows not ordered": lambda: mock.patch.object(RowColumns, "_make_stream_wait_for_events", left_out),
     "slots not recorded": lambda: mock.patch.object(sharded_tables, "record_stream", left_out),
     "collectives not waited for": lambda: mock.patch("tests.engine.device_tensors._wait_for", left_out),
     "stale lookups": lambda: mock.patch.dict(recsys_plans.PLANS, {"fused_sparse_dist": STALE}),

@@ -75,8 +75,8 @@ def in_a_task(here: Here, kind: str, task: str, iteration: int, rank: int, momen
         if here.rank == rank:
             patches.enter_context(mock.patch.object(PipelineTask, "__init__", dying_task))
             # Of a task whose work the caller does.
-            patches.enter_context(dying("enter", "begins"))
-            patches.enter_context(dying("leave", "ends"))
+            patches.enter_context(dying("begin_caller_task", "begins"))
+            patches.enter_context(dying("end_caller_task", "ends"))
         # Behind the last batch of all there is nothing to wait for.
         fit(kind, 2, module(kind), max_epochs=2)
 
