@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _SHOWN = 4  # iterations in the picture of the timeline
-_HIDDEN = 0.5  # smallest part of a task's own time that must overlap for the task to be called hidden
 _COLUMNS = ("task", "batches ahead", "thread", "stream", "own, ms", "exposed, ms", "95 %, ms", "share", "hidden", "")
 
 
@@ -31,7 +30,7 @@ def write_report(
     page = Template(files("lightning_pipe.callbacks").joinpath("report_template.html").read_text(encoding="utf-8"))
     text = page.substitute(
         title=escape(f"Plan {profile.plan}: {1e3 * profile.seconds:.2f} ms per iteration"),
-        summary=escape(_summarize_profile(profile)),
+        summary=escape(" ".join(profile.summarize())),
         pictures=_render_pictures_html(profile, timeline),
         tasks=_format_html_row(_COLUMNS, "th")
         + "".join(_format_html_row(_format_task_cells(profile, plan, name)) for name in plan.schedule),
@@ -90,35 +89,6 @@ def cost_figure(profile: ProfileResult) -> Figure:
         axes.spines[side].set_visible(False)
     figure.legend(loc="outside lower center", ncols=2, frameon=False)
     return figure
-
-
-def _summarize_profile(profile: ProfileResult) -> str:
-    """Findings that hold over the whole confidence intervals."""
-    if not profile.exposed:
-        return "No task was replayed, so only own times are known."
-    mentioned: list[str] = []
-    names: list[str] = []
-    for name in profile.exposed_tasks[:3]:
-        task = profile.tasks[name]
-        least, most = (100 * (seconds or 0.0) / profile.seconds for seconds in (task.low, task.high))
-        together = [name, *(companion for companion in task.included_tasks if companion not in mentioned)]
-        mentioned += together
-        names.append(f"{' with '.join(together)} ({least:.0f} to {most:.0f} %)")
-    hidden = [
-        name
-        for name, task in profile.tasks.items()
-        if task.seconds > 0.01 * profile.seconds
-        and task.overlapped_fraction is not None
-        and (task.high or 0.0) < (1 - _HIDDEN) * task.seconds
-    ]
-    sentences = [f"Largest shares of an iteration: {', '.join(names)}."] if names else []
-    if hidden:
-        sentences.append(f"The plan hides {', '.join(hidden)}.")
-    if profile.noise_warning:
-        sentences.append(profile.noise_warning[:1].upper() + profile.noise_warning[1:] + ".")
-    elif not names:
-        sentences.append("No confidence interval lies above 0: no measured task makes an iteration longer.")
-    return " ".join(sentences)
 
 
 def _format_task_cells(profile: ProfileResult, plan: PipelinePlan, name: str) -> list[str]:

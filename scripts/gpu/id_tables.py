@@ -199,7 +199,7 @@ def state(trainer: pl.Trainer) -> dict[str, Any]:
     """Values of tables, maps, stores and dense parameters. Rows of dynamic tables are in the order of their ids."""
     sharded = trainer.strategy.sharded_model  # type: ignore[attr-defined]
     if not sharded.dynamic_rows:
-        return {**state_of_tables(trainer), "window": sharded.id_maps.windows()}
+        return {**state_of_tables(trainer), "window": sharded.id_maps.collect_id_histories()}
     values: dict[str, Any] = {name: value.detach() for name, value in sharded.dense_parameters()}
     for name, rows in sharded.dynamic_rows.items():
         for table in rows.caches:

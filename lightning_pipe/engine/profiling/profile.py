@@ -1,4 +1,4 @@
-"""Results of a profile, as data and as a table."""
+"""Results of a profile: data, a summary in a few sentences, and a table."""
 
 from __future__ import annotations
 
@@ -18,6 +18,13 @@ from lightning_pipe.engine.common.safe_text import escape_unprintable
 _KNOWN = 0.25
 # Share of an iteration. An interval within this distance of 0 shows that the exposed time is negligible.
 _SMALL = 0.02
+# Share of the cores' time from which on a wait is assumed to be a wait for a core, which no plan can hide.
+_BUSY = 0.85
+# Share of the serial plan's time below which a predicted gain is not worth another plan.
+_LITTLE = 0.03
+# Smallest part of a task's own time that must overlap for the task to be called hidden.
+_HIDDEN = 0.5
+THIS_MACHINE = "on this machine"  # key of the predictions for the network and the storage of the profile
 
 
 @dataclass(frozen=True)
@@ -70,6 +77,11 @@ class ProfileResult:
         tasks: profile of each task by name, in serial order (default: none).
         rounds: number of measurements of each task (default 0).
         iterations: number of iterations per measurement (default 0).
+        cpu_seconds: processor time of an iteration in this process, in seconds (default 0).
+        busy: share of the time in which the cores of this machine work for its ranks; None (default) if it is unknown,
+            or if a device computes.
+        predicted: predicted seconds of an iteration for each plan, by the network and storage of the prediction
+            (default: none). The key :data:`THIS_MACHINE` is for those of the profile.
     """
 
     plan: str
@@ -77,6 +89,9 @@ class ProfileResult:
     tasks: Mapping[str, TaskProfile] = field(default_factory=dict)
     rounds: int = 0
     iterations: int = 0
+    cpu_seconds: float = 0.0
+    busy: float | None = None
+    predicted: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
     @property
     def exposed(self) -> dict[str, float]:
@@ -108,6 +123,68 @@ class ProfileResult:
             " rounds, or a quieter machine"
         )
 
+    def summarize(self) -> list[str]:
+        """Return at most five sentences: where the time goes, what a plan can hide, and what to try next."""
+        longest = sorted(self.tasks, key=lambda name: -self.tasks[name].seconds)[:3]
+        shares = [f"{name} {100 * self.tasks[name].seconds / self.seconds:.0f} %" for name in longest if self.seconds]
+        lines = [f"A step takes {_ms(self.seconds)} ms under the plan {self.plan}; longest tasks: {', '.join(shares)}."]
+        lines.append(self._summarize_exposed_times())
+        lines.extend(self._summarize_hidden_time())
+        elsewhere = [where for where in self.predicted if where != THIS_MACHINE]
+        if elsewhere:
+            plans = " / ".join(self.predicted[elsewhere[0]])
+            times = [f"{where} {' / '.join(_ms(s) for s in self.predicted[where].values())} ms" for where in elsewhere]
+            lines.append(f"Predicted for the same step under {plans}: {'; '.join(times)}.")
+        return lines
+
+    def _summarize_exposed_times(self) -> str:
+        if not self.exposed:
+            return "No task was replayed, so only own times are known."
+        mentioned: list[str] = []
+        names: list[str] = []
+        for name in self.exposed_tasks[:3]:
+            task = self.tasks[name]
+            least, most = (100 * (seconds or 0.0) / self.seconds for seconds in (task.low, task.high))
+            together = [name, *(companion for companion in task.included_tasks if companion not in mentioned)]
+            mentioned += together
+            names.append(f"{' with '.join(together)} ({least:.0f} to {most:.0f} %)")
+        hidden = [
+            name
+            for name, task in self.tasks.items()
+            if task.seconds > 0.01 * self.seconds
+            and task.overlapped_fraction is not None
+            and (task.high or 0.0) < (1 - _HIDDEN) * task.seconds
+        ]
+        sentences = [f"A step would be shorter without {', '.join(names)}."] if names else []
+        if hidden:
+            sentences.append(f"The plan hides {', '.join(hidden)}.")
+        if self.noise_warning:
+            sentences.append(self.noise_warning[:1].upper() + self.noise_warning[1:] + ".")
+        elif not names:
+            sentences.append("No confidence interval lies above 0: no measured task makes an iteration longer.")
+        return " ".join(sentences)
+
+    def _summarize_hidden_time(self) -> list[str]:
+        if self.busy is not None and self.busy >= _BUSY:
+            return [
+                f"The cores of this machine are busy for {100 * self.busy:.0f} % of the time: tasks wait for cores,"
+                " which no plan can hide. A plan helps where tasks wait for a network, a disk, a copy or a loader."
+            ]
+        here = self.predicted.get(THIS_MACHINE)
+        if not here or not here.get("serial"):
+            return []
+        serial, best = here["serial"], min(here, key=lambda plan: here[plan])
+        hidden = serial - here.get(self.plan, self.seconds)
+        lines = [
+            f"Predicted: a plan can hide {_ms(serial - here[best])} of the serial plan's {_ms(serial)} ms; {self.plan}"
+            f" hides {_ms(max(0.0, hidden))} ms."
+        ]
+        if serial - here[best] - hidden > _LITTLE * serial:
+            lines.append(f"Next: try the plan {best!r}.")
+        elif self.exposed_tasks:
+            lines.append(f"Next: make {self.exposed_tasks[0]} faster; no other plan hides more.")
+        return lines
+
     def to_json(self) -> str:
         """Convert the profile to JSON; inverse of :meth:`from_json`."""
         return json.dumps(asdict(self), indent=1)
@@ -123,13 +200,37 @@ class ProfileResult:
             content: dict[str, Any] = json.loads(text)
             tasks = {name: _parse_task_profile(values) for name, values in content["tasks"].items()}
             rounds, iterations = (int(content.get(name, 0)) for name in ("rounds", "iterations"))
-            return cls(str(content["plan"]), float(content["seconds"]), tasks, rounds, iterations)
+            busy = content.get("busy")
+            return cls(
+                str(content["plan"]),
+                float(content["seconds"]),
+                tasks,
+                rounds,
+                iterations,
+                float(content.get("cpu_seconds", 0.0)),
+                None if busy is None else float(busy),
+                {
+                    str(where): {str(plan): float(seconds) for plan, seconds in times.items()}
+                    for where, times in content.get("predicted", {}).items()
+                },
+            )
         except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
             problem = escape_unprintable(f"{type(error).__name__}: {error}"[:500])
             raise PlanError(f"this is not a profile ({problem}); expected output of ProfileResult.to_json()") from error
 
-    def report(self) -> Group:
-        """Table of the tasks, for a Rich console."""
+    def report(self, table: bool | None = None) -> Group:
+        """Summary and table of the tasks, for a Rich console.
+
+        Args:
+            table: True to include the table, False to leave it out, None (default) to include it if its intervals are
+                narrow enough to rank tasks.
+        """
+        summary = [Text(line) for line in self.summarize()]
+        if table is False or (table is None and self.noise_warning):
+            return Group(*summary)
+        return Group(*summary, "", self._make_table())
+
+    def _make_table(self) -> Group:
         columns = ("task", "own", "exposed", "95 %", "share", "hidden")
         table = ReportTable.create_with_number_columns(*columns, collapse_padding=True, pad_edge=False)
         notes = []
@@ -143,14 +244,12 @@ class ProfileResult:
             f"plan {self.plan}: {_ms(self.seconds)} ms an iteration"
             f" ({self.rounds} rounds of {self.iterations} iterations); times in ms"
         )
-        if self.noise_warning:
-            notes.append(self.noise_warning)
         notes.append("own: time in its thread, with waits. exposed: time an iteration would save without the task.")
         return Group(Text(title, style="bold"), table, *(Text(note, style="dim") for note in notes))
 
-    def print_report(self) -> None:
-        """Print the table."""
-        print_report(self.report())
+    def print_report(self, table: bool | None = None) -> None:
+        """Print the summary and the table, as in :meth:`report`."""
+        print_report(self.report(table))
 
     def _exposed_cells(self, profile: TaskProfile) -> tuple[str, ...]:
         if profile.exposed is None:

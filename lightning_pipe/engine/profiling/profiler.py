@@ -150,6 +150,7 @@ class TaskProfiler:
         for _ in range(pipeline.plan.pipeline_depth + len(self._batches)):
             self._run_iteration()
         all_run: list[float] = []
+        cpu_times: list[float] = []
         run_times: dict[str, list[float]] = {name: [] for name in pipeline.plan.tasks}
         saved: dict[str, list[float]] = {name: [] for name in measured}
         run_times_without: dict[str, dict[str, list[float]]] = {
@@ -157,7 +158,9 @@ class TaskProfiler:
         }
         for _ in range(self._rounds):
             for name in measured or [""]:
+                cpu_before = time.process_time()
                 all_run.append(self._measure_mean_iteration_time(run_times))
+                cpu_times.append((time.process_time() - cpu_before) / self._iterations)
                 if not name:
                     continue
                 pipeline.enable_shortcut(name, key=self._make_batch_key_fn())
@@ -181,7 +184,8 @@ class TaskProfiler:
                 reason = f"not replayed: {pipeline.plan.tasks[name].not_replayable}"
                 tasks[name] = TaskProfile(medians.get(name, 0.0), unmeasured_reason=reason)
         seconds = statistics.median(all_run)
-        return ProfileResult(pipeline.plan.name, seconds, tasks, self._rounds, self._iterations)
+        cpu_seconds = statistics.median(cpu_times)
+        return ProfileResult(pipeline.plan.name, seconds, tasks, self._rounds, self._iterations, cpu_seconds)
 
     def _measure_mean_iteration_time(self, run_times: Mapping[str, list[float]]) -> float:
         """Mean time of the iterations of one measurement in seconds. Appends each task's time to *run_times*."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -15,6 +18,7 @@ from torchmetrics import Metric
 from lightning_pipe._compat.fast_hooks import call_strategy_hook
 from lightning_pipe._compat.lightning import discard_logged_values, is_accumulating
 from lightning_pipe.engine import PipelinePlan, PipelineTask, ProfileResult, SetupError, SWPipeline, TaskProfiler
+from lightning_pipe.engine.ranks.object_collectives import all_gather_objects
 from lightning_pipe.engine.runtime.captured import Snapshot, take_snapshot
 from lightning_pipe.loops.data.random_streams import get_rng_states, set_rng_states
 from lightning_pipe.loops.programs.batch_hooks import find_user_transfer_hooks
@@ -22,6 +26,7 @@ from lightning_pipe.recsys.plans.recsys_plans import recsys_plan, with_transfer_
 from lightning_pipe.recsys.tasks.actions import make_clip_function
 from lightning_pipe.recsys.tasks.model_snapshot import ModelSnapshotter
 from lightning_pipe.recsys.tasks.session import RecsysSession
+from lightning_pipe.recsys.tasks.step_predictions import compute_step_sizes, predict_step_times
 from lightning_pipe.strategies.setup_checks import get_grad_scaler
 
 
@@ -74,10 +79,41 @@ class RecsysProfiler:
                 # With the rewrite method "record", this iteration finds the inputs of the sharded modules.
                 pipeline.run_one_serial_iter(batches[0])
                 profiler = TaskProfiler(pipeline, batches, keeper, rounds=rounds, iterations=iterations)
-                return profiler.profile_many(tasks)
+                profile = profiler.profile_many(tasks)
+                predicted = self._predict_step_times(pipeline, batches, iterations)
+                return replace(profile, busy=self._measure_busy_cores(profile), predicted=predicted)
             finally:
                 pipeline.abandon()
                 keeper.restore(state)
+
+    def _predict_step_times(
+        self, pipeline: SWPipeline, batches: Sequence[Any], iterations: int
+    ) -> dict[str, dict[str, float]]:
+        """Run serial iterations, whose waits are not hidden, and simulate plans with their times."""
+        session = self.session
+        pipeline.drain()
+        pipeline.start_trace()
+        for index in range(iterations):
+            pipeline.run_one_serial_iter(take_snapshot(batches[index % len(batches)]).make_copy())
+        times: dict[str, list[float]] = {}
+        for span in pipeline.stop_trace():
+            times.setdefault(span.task, []).append(span.end - span.start)
+        return predict_step_times(
+            pipeline.plan,
+            {name: statistics.median(times[name]) for name in pipeline.plan.tasks},
+            compute_step_sizes(session.sharded_model, batches[0]),
+            ranks=self.trainer.world_size,
+            device=session.device,
+            on_disk=bool(session.sharded_model.dynamic_rows),
+        )
+
+    def _measure_busy_cores(self, profile: ProfileResult) -> float | None:
+        """Share of the time in which the cores of this machine work for its ranks; None if a device computes."""
+        if self.session.device.type != "cpu":
+            return None
+        used = all_gather_objects((socket.gethostname(), profile.cpu_seconds), self.session.world)
+        cpu_seconds = sum(seconds for host, seconds in used if host == socket.gethostname())
+        return cpu_seconds / (profile.seconds * len(os.sched_getaffinity(0)))
 
     def _check(self) -> None:
         trainer = self.trainer

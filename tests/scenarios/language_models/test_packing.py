@@ -56,7 +56,7 @@ def plain_losses(model: str, method: str) -> list[float]:
             cuts = row["cu_seq_lens_q"].diff().tolist()
             for ids, labels in zip(row["input_ids"].split(cuts, 1), row["labels"].split(cuts, 1), strict=True):
                 one = {"input_ids": ids, "labels": labels}
-                loss = module.summed_loss(module._output(one), one)
+                loss = module.summed_loss(module._compute_unsplit_output(one), one)
                 loss.backward()
                 total, tokens = total + loss.item(), tokens + int((labels != -100).sum())
         for parameter in module.parameters():

@@ -129,7 +129,7 @@ def read(rank: int, world: int, path: Path, slots: int, optimizer: Any) -> tuple
     module = Clicks(lambda: Managed(slots))
     used = fit(module, recsys(optimizer=optimizer), loader(), ckpt_path=path, max_epochs=3, callbacks=[ids])
     assert len(module.losses) > 2
-    windows = used.strategy.sharded_model.id_maps.windows()  # type: ignore[attr-defined]
+    windows = used.strategy.sharded_model.id_maps.collect_id_histories()  # type: ignore[attr-defined]
     return ids.rows, windows
 
 
@@ -302,7 +302,7 @@ def resumed_windows(rank: int, world: int, path: Path) -> list[str]:
     used = First(Net)
     used.losses = [0.0]
     rest = fit(used, recsys(), loader(24 * world), ckpt_path=path, max_epochs=1)
-    windows = [trainer.strategy.sharded_model.id_maps.windows() for trainer in (whole, rest)]  # type: ignore[attr-defined]
+    windows = [trainer.strategy.sharded_model.id_maps.collect_id_histories() for trainer in (whole, rest)]  # type: ignore[attr-defined]
     ((one,), (other,)) = (list(found.values()) for found in windows)
     return difference(one, other) + difference(state_of(whole), state_of(rest))
 
