@@ -12,7 +12,7 @@ from lightning_pipe.engine.planning.network import Collective
 
 
 def dump_costs(costs: CostsSpec) -> str:
-    """YAML text from which ``load_costs`` reads the same costs, up to rounding to six digits."""
+    """YAML text from which ``parse_costs_yaml`` reads the same costs, up to rounding to six digits."""
     content: dict[str, Any] = {}
     if costs.between_periods:
         content["between_ms"] = _short(1e3 * costs.between_periods)

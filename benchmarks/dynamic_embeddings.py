@@ -42,7 +42,7 @@ from lightning_pipe.callbacks.timeline_picture import draw_timeline
 from lightning_pipe.engine.observe.timeline import Timeline, task_bars
 from lightning_pipe.recsys import ShardedModel, TrainPipeline, shard_model
 from lightning_pipe.recsys.dynamic.tables import create_row_tables
-from lightning_pipe.recsys.dynamic.tables.id_mixing import mix
+from lightning_pipe.recsys.dynamic.tables.id_mixing import mix_ids
 from lightning_pipe.recsys.modules.dynamic_modules import DynamicEmbeddingBagCollection, DynamicTable
 
 AHEAD = 3  # batches that the deepest plan works ahead
@@ -135,7 +135,7 @@ def fill(sharded: ShardedModel, rows: int) -> None:
     (cache,) = tables.caches.values()
 
     for first in range(0, rows, cache.capacity // 4):
-        keys = mix(torch.arange(first, min(rows, first + cache.capacity // 4)) * SPREAD)
+        keys = mix_ids(torch.arange(first, min(rows, first + cache.capacity // 4)) * SPREAD)
         ticket = cache.prefetch(keys)
         cache.begin_batch_and_count_ids(ticket, tables.next_step())
         cache.end_trained(ticket)
@@ -284,7 +284,7 @@ def lookup(folder: Path, options: argparse.Namespace) -> list[Figure]:
 
     for _ in range(options.rounds * 5):
         drawn = ids.draw(count)
-        mixed = mix(drawn)
+        mixed = mix_ids(drawn)
         begin = time.perf_counter()
         ticket = cache.prefetch(mixed)
         times["ids to slots"].append((time.perf_counter() - begin) / count * 1e9)
@@ -296,7 +296,7 @@ def lookup(folder: Path, options: argparse.Namespace) -> list[Figure]:
         steps["slots, training"] = steps["slots"]
         for name in random.sample(list(steps), len(steps)):
             # Each arm looks up other rows, because rows that were just read are in the processor's cache.
-            rows = cache.prefetch(mix(ids.draw(count)))
+            rows = cache.prefetch(mix_ids(ids.draw(count)))
             lengths = offsets.diff()
             features = KeyedJaggedTensor(["item"], rows.slots, offsets=offsets, lengths=lengths, stride=options.batch)
             with torch.set_grad_enabled(name.endswith("training")):

@@ -49,7 +49,7 @@ from benchmarks.llm_bounds import Schedule, gather, pin, step
 from benchmarks.llm_stages import loss_of, make_micro_batches, make_runner
 from benchmarks.recsys_live_bytes import Copied, LiveStorages
 from benchmarks.recsys_model import batches, ours
-from lightning_pipe.llm.schedules.bubble import measure_bubble
+from lightning_pipe.llm.schedules.bubble import compute_step_bubble
 from lightning_pipe.llm.schedules.simulation import list_compute_actions
 from lightning_pipe.llm.schedules.specs import SCHEDULES
 from lightning_pipe.recsys.tasks.train_pipeline import TrainPipeline
@@ -250,7 +250,7 @@ class Transformer:
     def time(self) -> tuple[float, float]:
         """Milliseconds per step, and the idle share of the ranks."""
         seconds, events = step(self._at_work, self._inputs, record=True)
-        return 1e3 * max(gather(seconds)), measure_bubble(gather(events), self._actions).measured
+        return 1e3 * max(gather(seconds)), compute_step_bubble(gather(events), self._actions).measured
 
     def bytes(self) -> float:
         """Peak MiB of activations on the first rank."""

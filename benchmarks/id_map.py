@@ -176,7 +176,7 @@ class _Nothing(RowStore):
         self._width = width
 
     @property
-    def store_state(self) -> StoreState:
+    def current_state(self) -> StoreState:
         return StoreState(0, None)
 
     def write_identity(self, part: RankStoreIdentity) -> None: ...

@@ -27,10 +27,10 @@ from benchmarks.figures import Figure, add_options, at_least, quartiles, save
 from benchmarks.llm_stages import loss_of, make_micro_batches, make_runner
 from lightning_pipe.engine.observe.timeline import Bar
 from lightning_pipe.llm.run.schedule_runner import ScheduleRunner
-from lightning_pipe.llm.schedules.bubble import StepBubble, measure_bubble, summarize_bubble
-from lightning_pipe.llm.schedules.simulation import list_compute_actions, simulate
+from lightning_pipe.llm.schedules.bubble import StepBubble, build_bubble_report, compute_step_bubble
+from lightning_pipe.llm.schedules.simulation import list_compute_actions, simulate_schedule
 from lightning_pipe.llm.schedules.specs import SCHEDULES
-from lightning_pipe.llm.schedules.timed_stage import median_durations
+from lightning_pipe.llm.schedules.timed_stage import compute_median_stage_durations
 
 TARGET = 0.96
 
@@ -100,7 +100,7 @@ def main() -> None:
             if repetition:  # the first one creates the schedules and touches memory
                 schedule.times.append(max(times))
                 schedule.events += [event for row in noted for event in row]
-                schedule.bubbles.append(measure_bubble(noted, actions[name]))
+                schedule.bubbles.append(compute_step_bubble(noted, actions[name]))
     figures: list[Figure] = []
     if dist.get_rank() == 0:
         print(
@@ -112,8 +112,8 @@ def main() -> None:
             "   rank: waits forward, waits backward, other, done"
         )
         for name, schedule in at_work.items():
-            durations = median_durations(schedule.events)
-            bound = simulate(actions[name], durations)  # type: ignore[arg-type]
+            durations = compute_median_stage_durations(schedule.events)
+            bound = simulate_schedule(actions[name], durations)  # type: ignore[arg-type]
             measured = statistics.median(schedule.times)
             ratios = [
                 (bubble.simulated_step or 0) / step_time
@@ -123,7 +123,7 @@ def main() -> None:
             title = f"LLM bound of its own actions / step, {name}, m = {count}"
             figures.append(at_least(title, ratio, TARGET, quartiles(ratios)))
             forward = statistics.median(duration for (_, kind), duration in durations.items() if kind == "forward")
-            medians = summarize_bubble(SCHEDULES[name], count, schedule.bubbles).medians
+            medians = build_bubble_report(SCHEDULES[name], count, schedule.bubbles).medians
             lost = "; ".join(
                 f"{rank}: "
                 + ", ".join(f"{1e3 * s:.1f}" for s in (row.wait_forward, row.wait_backward, row.overhead, row.wait_end))

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from benchmarks.figures import Figure, add_options, save
 from benchmarks.forward_bytes import ForwardBytes
 from benchmarks.llm_stages import loss_of, make_micro_batches, make_runner
-from lightning_pipe.llm.schedules.simulation import list_compute_actions, simulate
+from lightning_pipe.llm.schedules.simulation import list_compute_actions, simulate_schedule
 from lightning_pipe.llm.schedules.specs import SCHEDULES
 
 KINDS = ("forward", "backward", "input_backward", "weight_backward")
@@ -66,7 +66,7 @@ def main() -> None:
         dist.all_gather_object(measurements, measure(name, options))
         actions = list_compute_actions(SCHEDULES[name], ranks, options.micro_batches)
         even = {(action.stage_index, kind): 1.0 for row in actions.values() for action in row for kind in KINDS}
-        timeline = simulate(actions, even)  # type: ignore[arg-type]
+        timeline = simulate_schedule(actions, even)  # type: ignore[arg-type]
         ratios = [count / timeline.peak_live_microbatches(rank) for rank, (count, *_) in enumerate(measurements)]
         title = f"LLM micro-batches held / simulated, {name}, m = {options.micro_batches}, worst rank"
         figures.append(Figure(title, max(ratios), "ratio", (min(ratios), max(ratios))))

@@ -14,15 +14,15 @@ from lightning_pipe.llm.losses.cross_entropy import summed_cross_entropy
 from lightning_pipe.llm.model.derived_config import derive_pp_module_config
 from lightning_pipe.llm.model.meta_tensors import fake_copy
 from lightning_pipe.llm.model.shapes import StageShapes
-from lightning_pipe.llm.model.stage_module import make_stage, shallow_copy
+from lightning_pipe.llm.model.stage_module import copy_model_sharing_tensors, make_stage_module
 from lightning_pipe.llm.run.schedule_runner import ScheduleRunner, StageInputs
-from lightning_pipe.llm.schedules.specs import count_stages_per_rank, find_schedule, stages_of_rank
+from lightning_pipe.llm.schedules.specs import count_stages_per_rank, resolve_schedule_spec, stages_of_rank
 from lightning_pipe.llm.split.stage_fqns import split_by_layer_counts
 
 
 def make_runner(name: str, width: int, layers: int) -> tuple[ScheduleRunner, dict[int, nn.Module]]:
     """This rank's part of a pipeline over all ranks with an equal number of layers per stage, and its stages."""
-    spec, ranks = find_schedule(name), dist.get_world_size()
+    spec, ranks = resolve_schedule_spec(name), dist.get_world_size()
     count = ranks * count_stages_per_rank(spec, ranks)
     torch.manual_seed(1)
     model = Decoder(width, layers)
@@ -30,11 +30,14 @@ def make_runner(name: str, width: int, layers: int) -> tuple[ScheduleRunner, dic
     names = split_by_layer_counts(config, [layers // count] * count)
     fake, mode = fake_copy(model)
     shapes = StageShapes(
-        [make_stage(shallow_copy(fake), config, stage_names, index, count) for index, stage_names in enumerate(names)],
+        [
+            make_stage_module(copy_model_sharing_tensors(fake), config, stage_names, index, count)
+            for index, stage_names in enumerate(names)
+        ],
         mode,
     )
     stages: dict[int, nn.Module] = {
-        index: make_stage(shallow_copy(model), config, names[index], index, count)
+        index: make_stage_module(copy_model_sharing_tensors(model), config, names[index], index, count)
         for index in stages_of_rank(spec, dist.get_rank(), ranks)
     }
     group = dist.group.WORLD

@@ -27,9 +27,9 @@ from torch.utils.data import DataLoader
 from benchmarks.figures import Figure, add_options, at_most, median_ratio, save
 from lightning_pipe.llm.losses.cross_entropy import summed_cross_entropy
 from lightning_pipe.llm.model.derived_config import derive_pp_module_config
-from lightning_pipe.llm.model.stage_module import make_stage
-from lightning_pipe.llm.schedules.specs import count_stages_per_rank, find_schedule, stages_of_rank
-from lightning_pipe.llm.split.stage_fqns import split_evenly
+from lightning_pipe.llm.model.stage_module import make_stage_module
+from lightning_pipe.llm.schedules.specs import count_stages_per_rank, resolve_schedule_spec, stages_of_rank
+from lightning_pipe.llm.split.stage_fqns import split_layers_evenly
 from lightning_pipe.strategies import LLMPipelineStrategy, PipelineModule
 
 VOCABULARY = 256
@@ -95,12 +95,12 @@ def batches_of(options: argparse.Namespace) -> list[dict[str, Tensor]]:
 
 def bare(name: str, micro_batches: int, options: argparse.Namespace) -> tuple[list[float], list[float]]:
     """Step times in seconds and losses of the bare loop."""
-    spec, ranks = find_schedule(name), dist.get_world_size()
+    spec, ranks = resolve_schedule_spec(name), dist.get_world_size()
     count = ranks * count_stages_per_rank(spec, ranks)
     torch.manual_seed(1)
     model = Decoder(options.width, options.layers)
     config = derive_pp_module_config(model)
-    names = split_evenly(config, count)
+    names = split_layers_evenly(config, count)
     rows = options.rows // micro_batches
     tokens = torch.empty(rows, options.length, dtype=torch.long, device="meta")
     hidden = torch.empty(rows, options.length, options.width, device="meta", requires_grad=True)
@@ -108,7 +108,7 @@ def bare(name: str, micro_batches: int, options: argparse.Namespace) -> tuple[li
     stages = []
     for index in stages_of_rank(spec, dist.get_rank(), ranks):
         torch.manual_seed(1)
-        part = make_stage(Decoder(options.width, options.layers), config, names[index], index, count)
+        part = make_stage_module(Decoder(options.width, options.layers), config, names[index], index, count)
         stages.append(
             PipelineStage(
                 part,

@@ -32,7 +32,12 @@ import lmdb
 import numpy as np
 import torch
 
-from lightning_pipe.recsys.dynamic.store.record_bytes import decode_keys, encode_keys, join_records, split_records
+from lightning_pipe.recsys.dynamic.store.record_bytes import (
+    decode_keys,
+    encode_keys,
+    join_bytes_to_records,
+    split_records_to_bytes,
+)
 from lightning_pipe.recsys.dynamic.store.rocksdb_store import RocksDbStore
 from lightning_pipe.recsys.dynamic.store.row_store import Keys, Records
 
@@ -53,7 +58,7 @@ class Rocks:
 
     def __init__(self, folder: Path, width: int, **options: Any) -> None:
         self._store = RocksDbStore(folder, {TABLE: width}, **options)
-        self._store.recover(self._store.store_state.committed)
+        self._store.recover(self._store.current_state.committed)
 
     def read(self, keys: Keys) -> Records:
         records, present = self._store.read(TABLE, keys)
@@ -64,7 +69,7 @@ class Rocks:
         self._store.write(TABLE, keys, records)
 
     def commit(self) -> None:
-        version = self._store.store_state.committed + 1
+        version = self._store.current_state.committed + 1
         self._store.prepare_commit(version)
         self._store.commit(version)
 
@@ -92,12 +97,12 @@ class Lmdb:
         order = np.argsort(keys)
         pairs = self._cursor.getmulti(encode_keys(0, keys[order]))
         records = np.empty((len(keys), self._width), np.uint8)
-        records[order] = join_records([value for _, value in pairs], self._width)
+        records[order] = join_bytes_to_records([value for _, value in pairs], self._width)
         return records
 
     def write(self, keys: Keys, records: Records) -> None:
         order = np.argsort(keys)
-        pairs = zip(encode_keys(0, keys[order]), split_records(records[order]), strict=True)
+        pairs = zip(encode_keys(0, keys[order]), split_records_to_bytes(records[order]), strict=True)
         self._cursor.putmulti(list(pairs), dupdata=False)
 
     def commit(self) -> None:
@@ -108,7 +113,10 @@ class Lmdb:
         self._cursor.first()
         pairs = self._cursor.iternext()
         while part := [pair for _, pair in zip(range(65536), pairs, strict=False)]:
-            yield decode_keys([key for key, _ in part]), join_records([value for _, value in part], self._width)
+            yield (
+                decode_keys([key for key, _ in part]),
+                join_bytes_to_records([value for _, value in part], self._width),
+            )
 
     def close(self) -> None:
         self._transaction.abort()

@@ -35,8 +35,8 @@ class SlowStore(RowStore):
         self._wait = wait
 
     @property
-    def store_state(self) -> StoreState:
-        return self._store.store_state
+    def current_state(self) -> StoreState:
+        return self._store.current_state
 
     def write_identity(self, part: RankStoreIdentity) -> None:
         self._store.write_identity(part)

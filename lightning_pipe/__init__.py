@@ -17,9 +17,9 @@ if problem := version_problem():
     warnings.warn(problem, stacklevel=2)
 
 if find_spec("lightning") is not None:
-    from lightning_pipe.strategies.registry import register
+    from lightning_pipe.strategies.registry import register_strategies
 
-    register()
-    del register
+    register_strategies()
+    del register_strategies
 
 del find_spec, problem, version_problem, warnings

@@ -59,7 +59,7 @@ def describe_versions() -> str:
     return ", ".join(f"{name} {version}" for name in _PACKAGES if (version := _get_installed_version(name)) is not None)
 
 
-def require(package: str, minimum: str, purpose: str) -> None:
+def require_min_package_version(package: str, minimum: str, purpose: str) -> None:
     """Check that a package is new enough for a feature. A package without metadata is not judged.
 
     Args:

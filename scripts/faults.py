@@ -111,7 +111,7 @@ FAULTS = [
     ),
     Fault(
         "engine/runtime/executor.py",
-        "self._slot(slot.iteration - distance).done",
+        "self._get_slot(slot.iteration - distance).done",
         "self._slot(slot.iteration).done",
         "engine/runtime/test_executor.py::test_a_task_waits_for_a_worker_at_an_earlier_iteration",
     ),

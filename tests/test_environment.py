@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from lightning_pipe.engine.common.errors import SetupError
-from lightning_pipe.environment import TORCHREC, import_torchrec, require, version_problem
+from lightning_pipe.environment import TORCHREC, import_torchrec, require_min_package_version, version_problem
 
 ROOT = Path(__file__).parent.parent
 FITS = "torch 2.14 with torchrec and fbgemm 1.9, torch 2.13 with torchrec and fbgemm 1.8"
@@ -103,11 +103,11 @@ def test_an_older_version_than_a_feature_needs_is_refused(
     minimum = {"torch": "2.13", "transformers": "5.23"}[package]
     for accepted in (f"{minimum}.0", "99.0.0", "unknown"):
         monkeypatch.setattr(importlib.metadata, "version", lambda _, accepted=accepted: accepted)
-        require(package, minimum, "stages")
+        require_min_package_version(package, minimum, "stages")
     monkeypatch.setattr(importlib.metadata, "version", lambda _: old)
     expected = f"stages need {package} {minimum} or newer, but {package} {old} is installed"
     with pytest.raises(SetupError) as error:
-        require(package, minimum, "stages")
+        require_min_package_version(package, minimum, "stages")
     assert expected in str(error.value)
     assert f"pip install '{package}~={minimum}.0'" in str(error.value)
 

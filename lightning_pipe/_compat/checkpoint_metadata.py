@@ -46,7 +46,7 @@ class _MetadataUnpickler(pickle.Unpickler):
         return _KNOWN[full_name]
 
 
-def _constructor_of(kind: type) -> type:
+def _make_safe_unpickling_class(kind: type) -> type:
     """Class that makes empty instances of *kind*: a pickle that sets attributes of the class must not reach *kind*."""
 
     def new(_: type) -> Any:
@@ -70,7 +70,7 @@ _KINDS = (
 )
 # Constructors of what a save writes, by their names in the pickle. Layouts and paths are not used by a load.
 _KNOWN: dict[str, Callable[..., Any]] = {
-    **{f"{kind.__module__}.{kind.__qualname__}": _constructor_of(kind) for kind in _KINDS},
+    **{f"{kind.__module__}.{kind.__qualname__}": _make_safe_unpickling_class(kind) for kind in _KINDS},
     "torch.Size": torch.Size,
     "torch.serialization._get_layout": lambda name: torch.strided,
     f"{_MEM_FORMAT_ENCODING.__module__}.{_MEM_FORMAT_ENCODING.__qualname__}": lambda value: _MEM_FORMAT_ENCODING(value),

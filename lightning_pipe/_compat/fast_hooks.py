@@ -59,7 +59,7 @@ _DEFAULTS: dict[str, Any] = {
 _log = logging.getLogger(call.__name__)
 
 
-def is_recording_hooks(trainer: Any) -> bool:
+def is_profiling_or_logging_hooks(trainer: Any) -> bool:
     """Return True if a profiler or the debug log records each call of a hook."""
     return type(trainer.profiler) is not PassThroughProfiler or _log.isEnabledFor(logging.DEBUG)
 
@@ -71,21 +71,21 @@ def overrides_hook(holder: Any, hook_name: str) -> bool:
 
 def call_callback_hooks(trainer: Any, hook_name: str, *args: Any, **kwargs: Any) -> None:
     """Call a hook of all callbacks."""
-    if _callbacks_have(trainer, hook_name) or is_recording_hooks(trainer):
+    if _callbacks_have(trainer, hook_name) or is_profiling_or_logging_hooks(trainer):
         call._call_callback_hooks(trainer, hook_name, *args, **kwargs)
 
 
 def call_module_hook(trainer: Any, hook_name: str, *args: Any, **kwargs: Any) -> Any:
     """Call a hook of the module and return its result."""
     module = trainer.strategy._lightning_module
-    if module is None or is_recording_hooks(trainer):
+    if module is None or is_profiling_or_logging_hooks(trainer):
         return call._call_lightning_module_hook(trainer, hook_name, *args, **kwargs)
     return _call_hook_if_overridden(module, module, hook_name, _OF_MODULES, args, kwargs)
 
 
 def call_strategy_hook(trainer: Any, hook_name: str, *args: Any, **kwargs: Any) -> Any:
     """Call a method of the strategy as a hook and return its result."""
-    if is_recording_hooks(trainer):
+    if is_profiling_or_logging_hooks(trainer):
         return call._call_strategy_hook(trainer, hook_name, *args, **kwargs)
     strategy = trainer.strategy
     return _call_hook_if_overridden(strategy._lightning_module, strategy, hook_name, _OF_STRATEGIES, args, kwargs)
@@ -153,7 +153,7 @@ class FastAutomaticOptimization(AutomaticOptimization):
     def _optimizer_step(self, batch_idx: int, train_step_and_backward_closure: Any) -> None:
         trainer = self.trainer
         strategy: Any = trainer.strategy
-        if is_recording_hooks(trainer) or strategy.handles_gradient_accumulation:
+        if is_profiling_or_logging_hooks(trainer) or strategy.handles_gradient_accumulation:
             super()._optimizer_step(batch_idx, train_step_and_backward_closure)
             return
         # The last batch of an accumulation: Lightning calls only the closure for the others.
@@ -169,7 +169,7 @@ class FastAutomaticOptimization(AutomaticOptimization):
     def _training_step(self, kwargs: OrderedDict[str, Any]) -> ClosureResult:
         trainer = self.trainer
         strategy: Any = trainer.strategy
-        if is_recording_hooks(trainer):
+        if is_profiling_or_logging_hooks(trainer):
             return super()._training_step(kwargs)
         module = strategy._lightning_module
         before = module._current_fx_name
@@ -216,7 +216,7 @@ class FastPrecision(Precision):
         call_module_hook(trainer, "on_before_optimizer_step", optimizer)
         clip, algorithm = trainer.gradient_clip_val, trainer.gradient_clip_algorithm
         replaced = overrides_hook(model, "configure_gradient_clipping") or overrides_hook(model, "clip_gradients")
-        if clip or replaced or is_recording_hooks(trainer):
+        if clip or replaced or is_profiling_or_logging_hooks(trainer):
             self._clip_gradients(model, optimizer, clip, gradient_clip_algorithm=algorithm)
 
     def train_step_context(self) -> AbstractContextManager[Any]:  # type: ignore[override]

@@ -56,7 +56,7 @@ __all__ = [
     "get_layer_sync_plugin",
     "has_val_time_interval",
     "hide_loop_dataloaders",
-    "install_resume_check",
+    "install_ckpt_path_check",
     "is_accumulating",
     "next_hpc_checkpoint",
     "optimizers_configured",
@@ -155,7 +155,7 @@ def _find_last_checkpoint_urls(find: Callable[[pl.Trainer], set[str]], trainer: 
     return paths if isinstance(file_system, LocalFileSystem) else {file_system.unstrip_protocol(path) for path in paths}
 
 
-def install_resume_check(trainer: pl.Trainer, check: Callable[[object], None]) -> None:
+def install_ckpt_path_check(trainer: pl.Trainer, check: Callable[[object], None]) -> None:
     """Call *check* with the path of the checkpoint, None without one, before the trainer reads it."""
     connector = trainer._checkpoint_connector
     if not isinstance(connector.resume_start, partial):

@@ -33,7 +33,7 @@ class IdMapEmbeddingEnumerator(EmbeddingEnumerator):
         return super()._get_num_buckets(parameter, module)
 
 
-def id_maps_before_sharding(module: Any) -> dict[str, ManagedCollisionModule]:
+def get_unsharded_id_maps(module: Any) -> dict[str, ManagedCollisionModule]:
     """Maps of an unsharded managed-collision module, by the name of their table."""
     return dict(module._managed_collision_collection._managed_collision_modules.items())
 
@@ -67,7 +67,7 @@ class IdMapShard:
         self._module = module
 
     @property
-    def entries(self) -> dict[str, Tensor]:
+    def named_row_buffers(self) -> dict[str, Tensor]:
         """Buffers with a value for each row of this rank, by their full names: ids, rows, and those of the policy."""
         return {
             f"{self.name}.{name}": getattr(self._module, name)
@@ -96,7 +96,7 @@ class IdMapShard:
 
     def has_state_dict_key(self, name: str) -> bool:
         """Return True if *name* is one of the entries, or another value that a state dict holds of this map."""
-        return name in self.entries or name in (f"{self.name}.{_STEPS}", f"{self.name}.{_SEGMENTS}")
+        return name in self.named_row_buffers or name in (f"{self.name}.{_STEPS}", f"{self.name}.{_SEGMENTS}")
 
     def owners(self, ids: Tensor, ranks: int) -> Tensor:
         """Rank that each id is sent to, by the block of ids that it is in: FBGEMM's operator decides as in training."""

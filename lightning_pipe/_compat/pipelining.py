@@ -55,13 +55,13 @@ def run_microbatches(
         step: Callable[..., Any] = schedule.step
         step(arg_mbs=arg_mbs, kwarg_mbs=kwarg_mbs, target_mbs=target_mbs, losses=losses, return_outputs=False)
     else:
-        for stage in _stages_of(schedule):
+        for stage in _get_schedule_stages(schedule):
             stage.has_backward = schedule._has_backward
             stage.clear_runtime_states()
         schedule._step_microbatches(arg_mbs, kwarg_mbs, target_mbs, losses, return_outputs=False)
 
 
-def _stages_of(schedule: Any) -> list[Any]:
+def _get_schedule_stages(schedule: Any) -> list[Any]:
     return [schedule._stage] if isinstance(schedule, PipelineScheduleSingle) else schedule._stages
 
 
@@ -159,7 +159,7 @@ def split_overlapped_actions(schedule: Any) -> None:
 def release_schedule_tensors(schedule: Schedule) -> None:
     """Release the tensors that PyTorch would keep until the next step."""
     schedule._internal_losses.clear()
-    for stage in _stages_of(schedule):
+    for stage in _get_schedule_stages(schedule):
         stage.clear_runtime_states()  # outputs, an evaluation's inputs, gradients of receive buffers
         stage.bwd_cache.clear()  # the first stage's gradients of its inputs, which are unused
         stage.backward_state.clear()

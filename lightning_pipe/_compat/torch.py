@@ -62,7 +62,6 @@ __all__ = [
     "TreeSpec",
     "allow_dynamic_sizes_below_two",
     "allow_empty_optimizers",
-    "default_store",
     "device_from_to_args",
     "dispatch_mode_stack",
     "flatten_state_dict",
@@ -74,14 +73,15 @@ __all__ = [
     "function_mode_stack",
     "get_active_saved_tensor_hooks",
     "get_backend_object",
+    "get_ddp_bucket_parameters",
+    "get_default_process_group_store",
     "get_found_inf_per_device",
     "get_operator_schema",
     "get_optimizers_in_backward",
     "get_overload_packet",
+    "get_process_group_timeout",
     "get_reset_parameters_method",
     "get_tensor_backward_hooks",
-    "gradient_buckets",
-    "group_timeout",
     "has_idle_dataloader_workers",
     "is_profiler_enabled",
     "is_view",
@@ -122,7 +122,7 @@ def get_backend_object(group: dist.ProcessGroup, device: torch.device = _CPU) ->
     return group._get_backend(device)
 
 
-def group_timeout(group: Any = None) -> timedelta:
+def get_process_group_timeout(group: Any = None) -> timedelta:
     """Time limit of a collective of *group* (default: the default group's). PyTorch has no function that returns it."""
     group = dist.distributed_c10d._get_default_group() if group is None else group
     limits = []
@@ -147,7 +147,7 @@ def get_found_inf_per_device(
     return flags
 
 
-def default_store() -> dist.Store:
+def get_default_process_group_store() -> dist.Store:
     """Store of the default process group."""
     store: dist.Store = dist.distributed_c10d._get_default_store()
     return store
@@ -288,7 +288,7 @@ def forget_optimizers_in_backward(parameter: Any) -> None:
     parameter._in_backward_optimizers = []
 
 
-def gradient_buckets(model: DistributedDataParallel) -> list[list[torch.Tensor]]:
+def get_ddp_bucket_parameters(model: DistributedDataParallel) -> list[list[torch.Tensor]]:
     """Parameters in the order of their gradients in each bucket that ranks sum."""
     return [bucket.parameters() for bucket in model.reducer._get_zeros_like_grad_buckets()]
 

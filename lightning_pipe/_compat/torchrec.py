@@ -30,7 +30,7 @@ def set_kjt_tensors(features: KeyedJaggedTensor, **tensors: Any) -> None:
     features._jt_dict = None
 
 
-def copy_with_tensors(features: K, **tensors: Any) -> K:
+def copy_kjt_with_tensors(features: K, **tensors: Any) -> K:
     """Shallow copy of *features* with tensors replaced as by :func:`set_kjt_tensors`."""
     copied: K = object.__new__(type(features))  # equivalent to copy.copy, in half the time
     copied.__dict__.update(features.__dict__)
@@ -68,7 +68,7 @@ def is_weighted(module: Any) -> bool:
     return bool(module._is_weighted)
 
 
-def sharding_types(module: nn.Module) -> set[str]:
+def get_module_sharding_types(module: nn.Module) -> set[str]:
     """Sharding types of the tables of a sharded module and of its sub-modules."""
     return {kind for child in module.modules() for kind in getattr(child, "_sharding_types", ())}
 
@@ -94,18 +94,18 @@ def feature_processor_parameters(module: nn.Module) -> list[nn.Parameter]:
     return [] if processors is None else list(processors.parameters())
 
 
-def unwrap_embedding_module(module: Any) -> Any:
+def unwrap_managed_collision_module(module: Any) -> Any:
     """Embedding module in a managed-collision module; other modules are returned themselves."""
     return getattr(module, "_embedding_module", module)
 
 
 def lookups_of(module: Any) -> list[nn.Module]:
     """Lookups of a sharded module (or of its embedding module), one per sharding type, as the module's own list."""
-    lookups: list[nn.Module] = getattr(unwrap_embedding_module(module), "_lookups", [])
+    lookups: list[nn.Module] = getattr(unwrap_managed_collision_module(module), "_lookups", [])
     return lookups
 
 
-def kernels_of(module: Any) -> Iterator[tuple[Any, Sequence[Any]]]:
+def iter_lookup_kernels_with_tables(module: Any) -> Iterator[tuple[Any, Sequence[Any]]]:
     """FBGEMM kernels in the lookups of a sharded module, each with its tables in order."""
     for lookup in lookups_of(module):
         for kernel in lookup._emb_modules:  # type: ignore[union-attr]  # a ModuleList
@@ -157,7 +157,7 @@ def create_input_dists_keeping_ids(module: Any, features: KeyedJaggedTensor) -> 
         input_dist._keep_original_indices = True
 
 
-def get_all_to_alls(module: nn.Module) -> list[KJTAllToAll]:
+def get_input_dist_all_to_alls(module: nn.Module) -> list[KJTAllToAll]:
     """All-to-alls of the input dists of a sharded module. TorchRec creates them in the first ``input_dist`` call."""
     all_to_alls: dict[int, KJTAllToAll] = {}
     for child in module.modules():
@@ -169,12 +169,12 @@ def get_all_to_alls(module: nn.Module) -> list[KJTAllToAll]:
 
 
 def get_all_to_all_group(all_to_all: KJTAllToAll) -> dist.ProcessGroup:
-    """Process group of an all-to-all returned by :func:`get_all_to_alls`."""
+    """Process group of an all-to-all returned by :func:`get_input_dist_all_to_alls`."""
     group: dist.ProcessGroup = all_to_all._pg
     return group
 
 
-def keys_per_rank(all_to_all: KJTAllToAll) -> tuple[list[int], int]:
+def get_all_to_all_splits_and_stagger(all_to_all: KJTAllToAll) -> tuple[list[int], int]:
     """Number of keys that an all-to-all sends to each rank, and its stagger: the number of nodes that it crosses."""
     return list(all_to_all._splits), all_to_all._stagger
 

@@ -27,7 +27,7 @@ def is_pretrained_model(model: nn.Module) -> bool:
     return module is not None and isinstance(model, module.PreTrainedModel)
 
 
-def initializer_of_modules(model: nn.Module) -> Callable[[nn.Module], Any] | None:
+def get_init_weights_method(model: nn.Module) -> Callable[[nn.Module], Any] | None:
     """Method of a model that initializes one of its modules, which many models outside of transformers have too."""
     return getattr(model, "_init_weights", None)
 
@@ -103,7 +103,7 @@ class WeightConversion:
         return {name: value[0] if isinstance(value, list) else value for name, value in converted.items()}
 
 
-def conversions_of(
+def find_weight_conversions(
     model: Any, names: Iterable[str], model_tensor_names: Iterable[str] | None = None
 ) -> tuple[list[WeightConversion], list[str]]:
     """Find how tensors of files become tensors of *model*, as ``from_pretrained`` would."""

@@ -28,7 +28,7 @@ def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name == "BubbleMonitor":  # requires a newer torch than the other callbacks
-        from lightning_pipe.environment import require
+        from lightning_pipe.environment import require_min_package_version
 
-        require("torch", "2.13", "language models in pipeline stages")
+        require_min_package_version("torch", "2.13", "language models in pipeline stages")
     return getattr(import_module(_MODULES[name]), name)

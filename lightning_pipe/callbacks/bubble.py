@@ -17,7 +17,7 @@ from lightning_pipe.engine import SetupError
 from lightning_pipe.engine.common.options import check_whole_number
 from lightning_pipe.engine.common.report_table import ReportTable, print_report
 from lightning_pipe.engine.ranks.object_collectives import all_gather_objects
-from lightning_pipe.llm.schedules.bubble import BubbleReport, StepBubble, measure_bubble, summarize_bubble
+from lightning_pipe.llm.schedules.bubble import BubbleReport, StepBubble, build_bubble_report, compute_step_bubble
 from lightning_pipe.llm.schedules.simulation import list_compute_actions
 from lightning_pipe.strategies.strategy_info import PipelineInfo, get_strategy_info
 
@@ -97,7 +97,7 @@ class BubbleMonitor(CallbackWithProcessGroup):
         size = stages.mesh.size(0)
         pipeline = stages.mesh.mesh.reshape(size, -1)[:, 0].tolist()
         actions = list_compute_actions(stages.schedule, size, stages.num_microbatches, stages.stages_per_rank)
-        step = measure_bubble([events_by_rank[rank] for rank in pipeline], actions)
+        step = compute_step_bubble([events_by_rank[rank] for rank in pipeline], actions)
         self._steps.append(step)
         values = {"bubble": step.measured}
         if step.simulated is not None:
@@ -113,7 +113,7 @@ class BubbleMonitor(CallbackWithProcessGroup):
             )
             return
         stages = _require_pipeline_info(trainer)
-        self._report = summarize_bubble(stages.schedule, stages.num_microbatches, self._steps)
+        self._report = build_bubble_report(stages.schedule, stages.num_microbatches, self._steps)
         if trainer.is_global_zero:
             print_report(bubble_table(self._report))
 
@@ -142,7 +142,7 @@ def bubble_table(report: BubbleReport) -> Group:
             rank_times.overhead,
             rank_times.wait_end,
         )
-        idle = _percent(1 - rank_times.busy / rank_times.step) if rank_times.step else "-"
+        idle = _percent(1 - rank_times.busy / rank_times.step_duration) if rank_times.step_duration else "-"
         ranks.add_row(str(rank), *map(_milliseconds, times), idle)
 
     bubble = ReportTable.create_with_number_columns("bubble", "share", "step")

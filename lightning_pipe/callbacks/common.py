@@ -84,6 +84,6 @@ def log_values(trainer: pl.Trainer, values: dict[str, float]) -> None:
         logger.log_metrics(values, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
 
 
-def add_suffix(folder: Path, path: Path, suffix: str) -> Path:
+def join_path_with_suffix(folder: Path, path: Path, suffix: str) -> Path:
     """Path of *path* in *folder*, with *suffix* appended to its stem."""
     return folder / path.with_name(f"{path.stem}{suffix}{path.suffix}")

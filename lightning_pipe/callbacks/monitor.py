@@ -25,14 +25,14 @@ from lightning_pipe.callbacks.verdict import (
     BottleneckVerdict,
     StepBreakdown,
     Straggler,
+    compute_forward_wait_seconds,
+    compute_main_thread_wait_seconds,
+    diagnose_bottleneck,
     find_straggler,
-    find_verdict,
-    forward_wait,
-    main_thread_wait,
 )
 from lightning_pipe.engine.common.options import check_whole_number
 from lightning_pipe.engine.common.report_table import print_report
-from lightning_pipe.engine.observe.meter import Meter
+from lightning_pipe.engine.observe.meter import CallerTimeMeter
 from lightning_pipe.engine.ranks.object_collectives import all_gather_objects, is_single_host
 from lightning_pipe.strategies.strategy_info import get_strategy_info
 
@@ -44,7 +44,7 @@ _LATEST = 1000  # steps of an epoch over which the median wait is taken
 class _CounterSnapshot:
     """All counters at one moment, in seconds."""
 
-    meter: Meter
+    meter: CallerTimeMeter
     clock: float
     loader: float
     fetching: float
@@ -199,7 +199,9 @@ class PipelineMonitor(CallbackWithProcessGroup):
             step = _TotalsOverSteps()
             for total in (self._window, self._epoch, step):
                 total.add(self._before, reading, self._paused, self._in_flight, self._samples)
-            self._wait_shares.append(main_thread_wait(step.mean(), trainer.world_size) / max(step.seconds, 1e-9))
+            self._wait_shares.append(
+                compute_main_thread_wait_seconds(step.mean(), trainer.world_size) / max(step.seconds, 1e-9)
+            )
         self._before, self._paused = reading, 0.0
         self._trained += 1
         every = self._every or getattr(trainer, "log_every_n_steps", 0)
@@ -223,7 +225,7 @@ class PipelineMonitor(CallbackWithProcessGroup):
         self._use = known_uses if len(known_uses) == len(rank_uses) else []
         if not self._use:
             return
-        verdict = find_verdict(
+        verdict = diagnose_bottleneck(
             self._use,
             pipeline_of(trainer, self).plan,
             num_workers=_num_workers(trainer),
@@ -235,11 +237,11 @@ class PipelineMonitor(CallbackWithProcessGroup):
         text = f"epoch {trainer.current_epoch}: {verdict.text}{f'; {straggler.text}' if straggler else ''}"
         self._verdict = replace(verdict, text=text, straggler=straggler)
         if self._printed is None or _get_kind_and_straggler(self._printed) != _get_kind_and_straggler(self._verdict):
-            self._print(trainer)
+            self._print_verdict(trainer)
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._verdict is not None and self._printed is not self._verdict:
-            self._print(trainer)
+            self._print_verdict(trainer)
         self._destroy_group()
 
     # ------------------------------------------------------------------ helpers
@@ -248,7 +250,7 @@ class PipelineMonitor(CallbackWithProcessGroup):
         values = {
             "pipeline/iteration_seconds": use.seconds,
             "pipeline/loader_seconds": use.loader,
-            "pipeline/forward_wait_seconds": forward_wait(use, trainer.world_size),
+            "pipeline/forward_wait_seconds": compute_forward_wait_seconds(use, trainer.world_size),
             "pipeline/batches_in_flight": use.in_flight,
         }
         if use.samples is None:
@@ -260,7 +262,7 @@ class PipelineMonitor(CallbackWithProcessGroup):
             shown = [name for name in values if name.endswith("_per_second")]
             trainer.progress_bar_metrics.update({name: values[name] for name in ("pipeline/iteration_seconds", *shown)})
 
-    def _print(self, trainer: pl.Trainer) -> None:
+    def _print_verdict(self, trainer: pl.Trainer) -> None:
         self._printed = self._verdict
         assert self._verdict is not None
         if trainer.is_global_zero:
@@ -281,7 +283,7 @@ def _get_kind_and_straggler(verdict: BottleneckVerdict) -> tuple[str, int | None
 def _read_counters(trainer: pl.Trainer, callback: pl.Callback) -> _CounterSnapshot:
     pipeline = pipeline_of(trainer, callback)
     if pipeline.meter is None:
-        pipeline.meter = Meter()
+        pipeline.meter = CallerTimeMeter()
     meter = pipeline.meter
     clock, loader = time.perf_counter(), get_training_epoch_loop(trainer).fetch_seconds
     return _CounterSnapshot(meter, clock, loader, meter.fetching, meter.waiting, dict(meter.tasks))

@@ -14,14 +14,19 @@ import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lightning_pipe.callbacks.common import CallbackWithProcessGroup, add_suffix, get_training_epoch_loop, pipeline_of
+from lightning_pipe.callbacks.common import (
+    CallbackWithProcessGroup,
+    get_training_epoch_loop,
+    join_path_with_suffix,
+    pipeline_of,
+)
 from lightning_pipe.callbacks.monitor import exclude_step_from_monitors
-from lightning_pipe.callbacks.report import write_report
+from lightning_pipe.callbacks.report import write_profile_report
 from lightning_pipe.engine import PipelinePlan, ProfileResult, SetupError, TaskSpan
 from lightning_pipe.engine.common.atomic_file import atomic_write
 from lightning_pipe.engine.common.options import check_whole_number
 from lightning_pipe.engine.observe.clocks import make_clock_converter, measure_offset
-from lightning_pipe.engine.observe.timeline import Bar, Timeline, on_clock, task_bars
+from lightning_pipe.engine.observe.timeline import Bar, Timeline, convert_bars_to_clock, task_bars
 from lightning_pipe.engine.observe.trace import TraceRecorder
 from lightning_pipe.engine.ranks.agreement import check_agreement
 from lightning_pipe.engine.ranks.object_collectives import gather_objects_on_first_rank
@@ -216,7 +221,7 @@ class PipelineProfiler(CallbackWithProcessGroup):
             timeline = Timeline(bars, plan.dependencies) if bars else None
             facts = _collect_run_facts(trainer, step, profile)
             self._write_or_warn(
-                lambda: write_report(self._get_output_path(report, step), profile, plan, timeline, facts)
+                lambda: write_profile_report(self._get_output_path(report, step), profile, plan, timeline, facts)
             )
 
     def _stop_trace(self, trainer: pl.Trainer) -> list[TaskSpan]:
@@ -230,12 +235,12 @@ class PipelineProfiler(CallbackWithProcessGroup):
     def _bars_of_all(self, trainer: pl.Trainer, spans: Sequence[TaskSpan]) -> list[Bar]:
         """Gather the bars of all ranks on rank 0, on a common clock."""
         offset = measure_offset(self._group)
-        local_bars = on_clock(make_clock_converter(offset, offset), task_bars(spans, trainer.global_rank))
+        local_bars = convert_bars_to_clock(make_clock_converter(offset, offset), task_bars(spans, trainer.global_rank))
         return [bar for bars in gather_objects_on_first_rank(local_bars, self._group) for bar in bars]
 
     def _get_output_path(self, path: Path, step: int) -> Path:
         number = f"-step{step}" if self._every is not None or len(self._at_steps) > 1 else ""
-        return add_suffix(self._folder, path, number)
+        return join_path_with_suffix(self._folder, path, number)
 
 
 def _write_json(path: Path, profile: ProfileResult) -> None:

@@ -39,7 +39,7 @@ class TraceRecording:
         pipeline.start_trace(self._keep)
         self.ends = deque([time.perf_counter()], maxlen=_ENDS)
 
-    def follow(self, pipeline: SWPipeline, rank: int, batch: int) -> None:
+    def switch_pipeline(self, pipeline: SWPipeline, rank: int, batch: int) -> None:
         """Switch the recording to *pipeline*, unless it is the pipeline already recorded."""
         if pipeline is self._pipeline:
             return
@@ -68,7 +68,7 @@ class TraceRecording:
         self._take_bars(rank)
         bars, self._earlier = self._earlier, []
         if self._micro_batches is not None:
-            bars.extend(self._micro_batches.stop(bars, rank))
+            bars.extend(self._micro_batches.stop_recording(bars, rank))
         bars.extend(Bar(rank, MAIN, name, EVALUATION, start, end) for name, start, end in self._evaluations)
         return bars
 

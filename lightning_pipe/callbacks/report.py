@@ -23,7 +23,7 @@ _SHOWN = 4  # iterations in the picture of the timeline
 _COLUMNS = ("task", "batches ahead", "thread", "stream", "own, ms", "exposed, ms", "95 %, ms", "share", "hidden", "")
 
 
-def write_report(
+def write_profile_report(
     path: Path, profile: ProfileResult, plan: PipelinePlan, timeline: Timeline | None, facts: Mapping[str, str]
 ) -> None:
     """Write the page of a profile, with the last iterations of the timeline and with facts about the run."""

@@ -187,7 +187,7 @@ class _Drawing:
                 va="center",
                 rotation=90 if upwards else 0,
                 fontsize=_FONT,
-                color=_TEXT if waits else _ink(color),
+                color=_TEXT if waits else _pick_legible_text_color(color),
                 bbox={"facecolor": color, "edgecolor": "none", "pad": 0.8} if hatch else None,
                 zorder=4,
                 clip_on=True,
@@ -214,7 +214,7 @@ class _Drawing:
             return _WAIT, "xxxx"
         if bar.microbatch is not None:
             look = _LOOKS[bar.kind]
-            return _mixed(_COLORS[bar.microbatch % len(_COLORS)], look.white), look.hatch
+            return _mix_color_with_white(_COLORS[bar.microbatch % len(_COLORS)], look.white), look.hatch
         if self._by_microbatch or bar.iteration is None:
             return _OTHER, ""
         return _COLORS[bar.iteration % len(_COLORS)], ""
@@ -243,7 +243,7 @@ class _Drawing:
     def _draw_critical_path_arrows(self, axes: Axes) -> None:
         """Draw arrows where the critical path continues in another row."""
         seen = set(self._seen)
-        for step in self._timeline.critical_steps:
+        for step in self._timeline.critical_path_arrows:
             source, target = (self._timeline.bars[position] for position in step)
             rows = [self._rows.index((bar.rank, bar.lane)) for bar in (source, target)] if seen.issuperset(step) else []
             if not rows or rows[0] == rows[1]:
@@ -318,7 +318,7 @@ class _Drawing:
             kinds = {bar.kind for bar in shown}
             for kind, look in _LOOKS.items():
                 if kind in kinds:
-                    color = _mixed(_COLORS[0], look.white)
+                    color = _mix_color_with_white(_COLORS[0], look.white)
                     label = f"{look.letter}: {look.label}"
                     patches.append(Patch(facecolor=color, hatch=look.hatch, edgecolor="white", label=label))
             if self._several_stages:
@@ -369,14 +369,14 @@ def _make_color_legend_entries(label: str, numbers: Iterable[int]) -> list[Patch
     return [Patch(facecolor=_COLORS[number % len(_COLORS)], label=f"{label} {number}") for number in in_order]
 
 
-def _mixed(color: str, white: float) -> str:
+def _mix_color_with_white(color: str, white: float) -> str:
     """*color* mixed with a share *white* of white, or of black if it is negative."""
     parts = [int(color[start : start + 2], 16) for start in (1, 3, 5)]
     mixed = [part + (255 - part) * white if white >= 0 else part * (1 + white) for part in parts]
     return "#" + "".join(f"{round(part):02X}" for part in mixed)
 
 
-def _ink(color: str) -> str:
+def _pick_legible_text_color(color: str) -> str:
     """Black or white, whichever is more legible on *color*."""
     red, green, blue = (int(color[start : start + 2], 16) for start in (1, 3, 5))
     return "#000000" if 0.299 * red + 0.587 * green + 0.114 * blue > 120 else "#FFFFFF"

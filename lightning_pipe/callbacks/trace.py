@@ -11,9 +11,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_pipe.callbacks.common import (
     CallbackWithProcessGroup,
-    add_suffix,
     check_strategy_has_pipeline,
     get_training_epoch_loop,
+    join_path_with_suffix,
     pipeline_of,
 )
 from lightning_pipe.callbacks.monitor import exclude_step_from_monitors
@@ -23,7 +23,7 @@ from lightning_pipe.engine import SetupError
 from lightning_pipe.engine.common.options import check_whole_number
 from lightning_pipe.engine.observe.chrome_trace import export_chrome_trace
 from lightning_pipe.engine.observe.clocks import make_clock_converter, measure_offset
-from lightning_pipe.engine.observe.timeline import Timeline, on_clock
+from lightning_pipe.engine.observe.timeline import Timeline, convert_bars_to_clock
 from lightning_pipe.engine.ranks.object_collectives import gather_objects_on_first_rank
 from lightning_pipe.strategies.strategy_info import get_strategy_info
 
@@ -124,7 +124,7 @@ class PipelineTrace(CallbackWithProcessGroup):
         if self._trained == 0:
             self._recording.start(pipeline_of(trainer, self), 0)
         else:
-            self._recording.follow(pipeline_of(trainer, self), trainer.global_rank, self._trained)
+            self._recording.switch_pipeline(pipeline_of(trainer, self), trainer.global_rank, self._trained)
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -166,7 +166,9 @@ class PipelineTrace(CallbackWithProcessGroup):
         def write_rank_trace() -> None:
             program = get_training_epoch_loop(trainer).program
             pipeline = None if program is None else program.pipeline
-            bars = on_clock(make_clock_converter(recording.clock, recording.clock), recording.stop(trainer.global_rank))
+            bars = convert_bars_to_clock(
+                make_clock_converter(recording.clock, recording.clock), recording.stop(trainer.global_rank)
+            )
             timeline = Timeline(bars, () if pipeline is None else pipeline.plan.dependencies)
             export_chrome_trace(timeline, path, {"ended by": repr(exception)})
 
@@ -193,7 +195,7 @@ class PipelineTrace(CallbackWithProcessGroup):
         exclude_step_from_monitors(trainer, following=1)
         end = measure_offset(self._group)
         bars_and_error = (
-            on_clock(make_clock_converter(recording.clock, end), bars),
+            convert_bars_to_clock(make_clock_converter(recording.clock, end), bars),
             max(recording.clock.error, end.error),
         )
         bars_and_errors = gather_objects_on_first_rank(bars_and_error, self._group)
@@ -210,14 +212,14 @@ class PipelineTrace(CallbackWithProcessGroup):
         if self._picture is not None:
             picture = self._get_output_path(self._picture, recording)
             name = get_strategy_info(trainer.strategy).title or f"plan {pipeline.plan.name}"
-            self._write_or_warn(lambda: _draw(timeline, picture, name, recording))
+            self._write_or_warn(lambda: _draw_recording_timeline(timeline, picture, name, recording))
 
     def _get_output_path(self, path: Path, recording: TraceRecording, suffix: str = "") -> Path:
         number = "" if self._every is None else f"-{recording.first}"
-        return add_suffix(self._folder, path, f"{number}{suffix}")
+        return join_path_with_suffix(self._folder, path, f"{number}{suffix}")
 
 
-def _draw(timeline: Timeline, path: Path, name: str, recording: TraceRecording) -> None:
+def _draw_recording_timeline(timeline: Timeline, path: Path, name: str, recording: TraceRecording) -> None:
     ends = list(recording.ends)[-_DRAWN_OF_STAGES - 1 if recording.records_micro_batches else 0 :]
     assert recording.last is not None
     first = recording.last - len(ends) + 2

@@ -93,12 +93,12 @@ def find_straggler(uses: Sequence[StepBreakdown]) -> Straggler | None:
     return Straggler(slowest, uses[slowest].host, cost, f"{text} {max(excess, key=lambda name: excess[name])}")
 
 
-def forward_wait(use: StepBreakdown, ranks: int) -> float:
+def compute_forward_wait_seconds(use: StepBreakdown, ranks: int) -> float:
     """Seconds of a step in which the main thread waits for inputs of forward from worker threads or other ranks."""
     return use.workers + (sum(use.tasks.get(name, 0.0) for name in _FORWARD_WAITS) if ranks > 1 else 0.0)
 
 
-def find_verdict(
+def diagnose_bottleneck(
     uses: Sequence[StepBreakdown],
     plan: PipelinePlan,
     *,
@@ -110,7 +110,7 @@ def find_verdict(
     """Find the largest avoidable part of a step. If all of them are small, the verdict is that no gain is possible."""
     ranks = len(uses)
     loaders = [use.loader / use.seconds for use in uses]
-    waits = [main_thread_wait(use, ranks) / use.seconds for use in uses]
+    waits = [compute_main_thread_wait_seconds(use, ranks) / use.seconds for use in uses]
     slowest, fastest = waits.index(min(waits)), waits.index(max(waits))
     slow_loader = loaders.index(max(loaders))
     first = uses[0]
@@ -125,7 +125,7 @@ def find_verdict(
     kind = max(shares, key=lambda name: shares[name])
     share = f"{100 * shares[kind]:.0f} % of the step"
     if shares[kind] < _MUCH:
-        return _nothing_to_gain(first, ranks, has_pipe)
+        return _make_no_gain_verdict(first, ranks, has_pipe)
     if kind == "input-bound":
         where = f" on rank {slow_loader}" if ranks > 1 else ""
         advice = _loader_advice(uses[slow_loader], num_workers, cores)
@@ -164,17 +164,17 @@ def find_verdict(
     )
 
 
-def main_thread_wait(use: StepBreakdown, ranks: int) -> float:
+def compute_main_thread_wait_seconds(use: StepBreakdown, ranks: int) -> float:
     """Seconds of a step in which the main thread waits for other ranks or worker threads."""
     backward = sum(use.tasks.get(name, 0.0) for name in _BACKWARD_WAITS) if ranks > 1 else 0.0
-    return forward_wait(use, ranks) + backward + use.other_loaders
+    return compute_forward_wait_seconds(use, ranks) + backward + use.other_loaders
 
 
 def _compute_time_outside_tasks(use: StepBreakdown) -> float:
     return max(0.0, use.seconds - use.loader - use.other_loaders - use.workers - sum(use.tasks.values()))
 
 
-def _nothing_to_gain(use: StepBreakdown, ranks: int, has_pipe: bool) -> BottleneckVerdict:
+def _make_no_gain_verdict(use: StepBreakdown, ranks: int, has_pipe: bool) -> BottleneckVerdict:
     waits = (*_FORWARD_WAITS, *_BACKWARD_WAITS) if ranks > 1 else ()
     work = [name for name in use.tasks if name not in (*waits, *_COPIES)]
     share = f"{100 * sum(use.tasks[name] for name in work) / use.seconds:.0f} % of the step"

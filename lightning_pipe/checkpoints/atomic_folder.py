@@ -24,7 +24,7 @@ def folder_to_write(folder: Path) -> Path:
 def begin_folder(folder: Path) -> int:
     """Create the temporary folder, accessible to the user alone."""
     written = folder_to_write(folder)
-    restore_replaced(folder)
+    restore_half_replaced_folder(folder)
     _remove(written)
     written.mkdir(parents=True)
     permissions = written.stat().st_mode
@@ -32,7 +32,7 @@ def begin_folder(folder: Path) -> int:
     return permissions
 
 
-def restore_replaced(folder: Path) -> None:
+def restore_half_replaced_folder(folder: Path) -> None:
     """Restore the old folder if a process ended between the two renames that replace a folder without an exchange.
 
     Such a process ran on a file system without an atomic exchange of names.
@@ -57,7 +57,9 @@ def finish_folder(folder: Path, permissions: int) -> None:
         written.rename(folder)
     fsync_parents(folder)
     if in_two_steps:
-        remove_folder(replaced)  # in one step, so that restore_replaced never restores a partly removed folder
+        remove_folder(
+            replaced
+        )  # in one step, so that restore_half_replaced_folder never restores a partly removed folder
     else:
         _remove(written)
 

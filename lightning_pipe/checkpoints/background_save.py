@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
-from lightning_pipe._compat.torch import group_timeout
+from lightning_pipe._compat.torch import get_process_group_timeout
 
 
 class HostCopySavePlanner(dcp.DefaultSavePlanner):
@@ -47,7 +47,7 @@ class BackgroundSave:
     """Runs saves on a background thread, in order. All ranks must call the same methods in the same order."""
 
     def __init__(self) -> None:
-        group: Any = dist.new_group(backend="gloo", timeout=group_timeout())
+        group: Any = dist.new_group(backend="gloo", timeout=get_process_group_timeout())
         self.group: dist.ProcessGroup = group
         self._writer = ThreadPoolExecutor(1, "lightning_pipe checkpoint")
         self._saving: list[Future[None]] = []

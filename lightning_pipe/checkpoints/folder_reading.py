@@ -15,11 +15,16 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from lightning_pipe._compat.torch import ShardedTensor, flatten_state_dict, set_element
-from lightning_pipe.checkpoints.atomic_folder import restore_replaced
+from lightning_pipe.checkpoints.atomic_folder import restore_half_replaced_folder
 from lightning_pipe.checkpoints.folder_writing import META, describe_failures
 from lightning_pipe.checkpoints.optimizer_state import describe_names
 from lightning_pipe.checkpoints.remote_folder import Folder
-from lightning_pipe.checkpoints.safe_reading import SafeFileSystemReader, SafePlanner, load_object, name_file_in_errors
+from lightning_pipe.checkpoints.safe_reading import (
+    SafeFileSystemReader,
+    SafePlanner,
+    load_torch_save_file,
+    name_file_in_errors,
+)
 from lightning_pipe.engine import SetupError
 from lightning_pipe.engine.ranks.object_collectives import all_gather_objects
 
@@ -30,7 +35,7 @@ def read_metadata(folder: Folder, parts: Collection[str], kind: str) -> dcp.Meta
     Ranks do not communicate. To raise an error on every rank, call this in ``run_on_all_ranks``.
     """
     if isinstance(folder, Path):
-        restore_replaced(folder)
+        restore_half_replaced_folder(folder)
     fix = ""
     actual = f"a folder without {META}" if folder.exists() else "not there"
     if (folder / META).is_file():
@@ -49,8 +54,8 @@ def read_metadata(folder: Folder, parts: Collection[str], kind: str) -> dcp.Meta
 
 
 def read_extra_state(folder: Folder, weights_only: bool | None) -> dict[str, Any]:
-    """Values that rank 0 stored in addition to the tensors, as ``load_object`` reads them."""
-    values = load_object(folder / META, weights_only)
+    """Values that rank 0 stored in addition to the tensors, as ``load_torch_save_file`` reads them."""
+    values = load_torch_save_file(folder / META, weights_only)
     with name_file_in_errors(folder / META):
         if not isinstance(values, dict):
             raise TypeError(f"expected a dict, got a {type(values).__name__}")
@@ -135,7 +140,7 @@ def _allocate_file_backed_tensor(
 # ---------------------------------------------------------------------- what does not fit
 
 
-def find_mismatches(saved: dcp.Metadata, state: Mapping[str, Any], strict: bool) -> list[str]:
+def find_checkpoint_mismatches(saved: dcp.Metadata, state: Mapping[str, Any], strict: bool) -> list[str]:
     """Differences between the folder and the combined states of all ranks.
 
     Every rank must call this; all get the same result.

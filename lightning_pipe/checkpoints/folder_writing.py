@@ -22,7 +22,12 @@ import torch.distributed.checkpoint as dcp
 from lightning_pipe._compat.torch import fsspec_writer
 from lightning_pipe.checkpoints.atomic_folder import begin_folder, discard_folder, finish_folder, folder_to_write
 from lightning_pipe.checkpoints.background_save import BackgroundSave, HostCopySavePlanner
-from lightning_pipe.checkpoints.remote_folder import Folder, begin_remote, finish_remote, parse_local_or_remote_path
+from lightning_pipe.checkpoints.remote_folder import (
+    Folder,
+    begin_remote_checkpoint,
+    finish_remote_checkpoint,
+    parse_local_or_remote_path,
+)
 from lightning_pipe.checkpoints.safe_reading import SafeFileSystemReader, with_checksum
 from lightning_pipe.engine import SetupError
 from lightning_pipe.engine.ranks.object_collectives import run_on_all_ranks, run_on_rank
@@ -59,7 +64,9 @@ def write_checkpoint(
     """Write a checkpoint to the folder *path*. Every rank must call this."""
     folder = parse_local_or_remote_path(path)
     with _name_lost_ranks_in_errors(folder):
-        packed = run_on_all_ranks(lambda: _pack(extra_state), _format_write_error(folder), dist.group.WORLD)
+        packed = run_on_all_ranks(
+            lambda: _serialize_extra_state(extra_state), _format_write_error(folder), dist.group.WORLD
+        )
     _write_checkpoint_folder(folder, state, packed, dcp.DefaultSavePlanner(), dist.group.WORLD, part)
 
 
@@ -74,7 +81,7 @@ def write_checkpoint_in_background(
     folder = parse_local_or_remote_path(path)
 
     def copy_state_to_host() -> tuple[HostCopySavePlanner, bytes]:
-        snapshot = HostCopySavePlanner(state), _pack(values)
+        snapshot = HostCopySavePlanner(state), _serialize_extra_state(values)
         if part is not None:
             part.copy_changes()
         return snapshot
@@ -103,11 +110,11 @@ def _write_checkpoint_folder(
         try:
             dcp.save(state, planner=planner, process_group=group, **_get_dcp_save_kwargs(unfinished))
             if part is not None:
-                run_on_all_ranks(partial(_write_part, part, unfinished), failed, group)
-            run_on_rank(lambda: _finish(folder, unfinished, begun, packed), failed, group)
+                run_on_all_ranks(partial(_write_extra_files, part, unfinished), failed, group)
+            run_on_rank(lambda: _finish_checkpoint_folder(folder, unfinished, begun, packed), failed, group)
         except (dcp.CheckpointException, SetupError) as error:  # on every rank, whichever failed
             if first:
-                _discard(folder, unfinished)
+                _discard_unfinished_checkpoint(folder, unfinished)
             if isinstance(error, SetupError):
                 raise
             raise SetupError(f"{failed}: {describe_failures(error)}") from error
@@ -120,7 +127,7 @@ def _get_dcp_save_kwargs(unfinished: Folder) -> dict[str, Any]:
     return {"storage_writer": fsspec_writer(str(unfinished), sync_files=False, use_listings_cache=False)}
 
 
-def _write_part(part: ExtraCheckpointFiles, unfinished: Folder) -> None:
+def _write_extra_files(part: ExtraCheckpointFiles, unfinished: Folder) -> None:
     if isinstance(unfinished, Path):
         part.write_files(unfinished)
         return
@@ -129,7 +136,7 @@ def _write_part(part: ExtraCheckpointFiles, unfinished: Folder) -> None:
         unfinished.upload(Path(local))
 
 
-def _finish(folder: Folder, unfinished: Folder, begun: Any, packed: bytes) -> None:
+def _finish_checkpoint_folder(folder: Folder, unfinished: Folder, begun: Any, packed: bytes) -> None:
     metadata = unfinished / ".metadata"
     metadata.write_bytes(with_checksum(metadata.read_bytes()))
     (unfinished / META).write_bytes(packed)
@@ -140,10 +147,10 @@ def _finish(folder: Folder, unfinished: Folder, begun: Any, packed: bytes) -> No
         files = {info.relative_path for info in SafeFileSystemReader(unfinished).read_metadata().storage_data.values()}
         if missing := sorted(files - unfinished.files()):
             raise SetupError(f"another job has removed {missing[0]!r} from {str(unfinished)!r}")
-        finish_remote(folder, begun)
+        finish_remote_checkpoint(folder, begun)
 
 
-def _discard(folder: Folder, unfinished: Folder) -> None:
+def _discard_unfinished_checkpoint(folder: Folder, unfinished: Folder) -> None:
     if isinstance(folder, Path):
         discard_folder(folder)
     else:
@@ -155,7 +162,7 @@ def _discard(folder: Folder, unfinished: Folder) -> None:
 def _begin_checkpoint_folder(folder: Folder) -> Any:
     """Create the folder to write to. The target must be a checkpoint, an empty folder, or not exist."""
     if not isinstance(folder, Path):
-        return begin_remote(folder)
+        return begin_remote_checkpoint(folder)
     if folder.is_dir() and any(folder.iterdir()) and not (folder / META).exists():
         names = sorted(entry.name for entry in folder.iterdir())
         raise SetupError(
@@ -183,7 +190,7 @@ def _format_write_error(folder: Folder) -> str:
     return f"the checkpoint {str(folder)!r} cannot be written"
 
 
-def _pack(values: dict[str, Any]) -> bytes:
+def _serialize_extra_state(values: dict[str, Any]) -> bytes:
     """Serialize *values* on rank 0, so that later changes do not affect it. Returns no bytes on other ranks."""
     if dist.get_rank() != 0:
         return b""

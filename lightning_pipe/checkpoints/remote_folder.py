@@ -106,7 +106,7 @@ class RemotePath:
             stream: IO[bytes] = self.fs.open(self._path, "rb", block_size=_BLOCK, cache_type="readahead")
         return stream
 
-    def head(self, size: int) -> bytes:
+    def read_first_bytes(self, size: int) -> bytes:
         """First bytes of the file."""
         with self.errors():
             return bytes(self.fs.cat_file(self._path, start=0, end=size)) if self.fs.size(self._path) else b""
@@ -188,7 +188,7 @@ def local_copy(folder: Folder, name: str) -> Iterator[Path]:
         yield Path(copy)
 
 
-def begin_remote(place: RemotePath) -> str:
+def begin_remote_checkpoint(place: RemotePath) -> str:
     """Remove what interrupted saves have left, and return the name of a new folder. Called on one rank."""
     if place.is_dir():
         raise SetupError(
@@ -199,14 +199,14 @@ def begin_remote(place: RemotePath) -> str:
     return f".{place.name}.{secrets.token_hex(8)}"
 
 
-def finish_remote(place: RemotePath, written: str) -> None:
+def finish_remote_checkpoint(place: RemotePath, written: str) -> None:
     """Make the URL lead to the written folder, and then remove the old one. Called on one rank."""
     place.write_bytes(json.dumps({_FIELD: 1, "folder": written}).encode())
     with _removal_errors_as_warnings(place):
         _remove_hidden_folders(place, but=written)
 
 
-def remove_remote(place: RemotePath) -> None:
+def remove_remote_checkpoint(place: RemotePath) -> None:
     """Remove a checkpoint. For other processes it disappears in one step. Called on one rank."""
     with _removal_errors_as_warnings(place):
         place.remove()
@@ -235,7 +235,7 @@ def _make_hidden_folder_pattern(place: RemotePath) -> re.Pattern[str]:
 def _read_folder_from_marker(place: RemotePath) -> str | None:
     """Name of the folder that the object at the URL names. None if it is another file, or has been renamed."""
     try:
-        marker = json.loads(place.head(_LARGEST_MARKER))
+        marker = json.loads(place.read_first_bytes(_LARGEST_MARKER))
     except (ValueError, RecursionError):
         return None
     name = marker.get("folder") if isinstance(marker, dict) and marker.get(_FIELD) == 1 else None

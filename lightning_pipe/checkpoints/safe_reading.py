@@ -64,13 +64,13 @@ class SafeFileSystemReader(dcp.FileSystemReader):
                     if info.length <= _IN_MEMORY or not isinstance(self._folder, Path):
                         # A value is read twice, for its checksums and for its contents. A remote one is fetched once.
                         value = io.BytesIO(value.read())
-                    _read_item(value, item, planner)
+                    _load_checkpoint_item(value, item, planner)
         done: Future[None] = Future()
         done.set_result(None)
         return done
 
 
-def _read_item(value: IO[bytes], item: ReadItem, planner: LoadPlanner) -> None:
+def _load_checkpoint_item(value: IO[bytes], item: ReadItem, planner: LoadPlanner) -> None:
     if item.type is LoadItemType.BYTE_IO:
         planner.load_bytes(item, value)  # type: ignore[arg-type]
         return
@@ -83,7 +83,7 @@ def _read_item(value: IO[bytes], item: ReadItem, planner: LoadPlanner) -> None:
 
 
 class SafePlanner(dcp.DefaultLoadPlanner):
-    """Load planner that reads values other than tensors as :func:`load_object` does."""
+    """Load planner that reads values other than tensors as :func:`load_torch_save_file` does."""
 
     def __init__(self, *, weights_only: bool | None, allow_partial_load: bool = False) -> None:
         super().__init__(allow_partial_load=allow_partial_load)
@@ -94,7 +94,7 @@ class SafePlanner(dcp.DefaultLoadPlanner):
         set_element(self.original_state_dict, path, _load_checked_object(value, self._weights_only))
 
 
-def load_object(path: Folder, weights_only: bool | None) -> Any:
+def load_torch_save_file(path: Folder, weights_only: bool | None) -> Any:
     """Value in a file of ``torch.save``, with tensors on the CPU; ``weights_only=False`` allows any class."""
     with open_file(path) as stream:
         return _load_checked_object(stream, weights_only)

@@ -53,9 +53,9 @@ def export(arguments: Sequence[str]) -> None:
     if os.path.lexists(options.out):
         raise SetupError(f"--out must be new, but {options.out!r} exists. Give another name, or remove it")
     if options.to == "rows":
-        from lightning_pipe.recsys.serving.table_files import write_tables  # lazy: needs pyarrow
+        from lightning_pipe.recsys.serving.table_files import write_tables_to_parquet  # lazy: needs pyarrow
 
-        for name, count in write_tables(options.checkpoint, options.out).items():
+        for name, count in write_tables_to_parquet(options.checkpoint, options.out).items():
             print(escape_unprintable(f"{options.out}/{name}: {count} rows"))
         return
     from lightning_pipe.recsys.modules.dynamic_modules import is_dynamic_type  # lazy: needs TorchRec

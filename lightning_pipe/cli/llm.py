@@ -67,7 +67,7 @@ def main(arguments: list[str], train: Callable[[list[str], Callable[..., Pipelin
 
     train(["fit", *remaining_args], make_estimate_cli)
     result = instances[0].estimate(options.rows, options.length, options.compare)
-    print_report(estimate_table(result, memory))
+    print_report(format_stage_estimate(result, memory))
 
 
 class _EstimateCLI(PipelineCLI):
@@ -144,7 +144,7 @@ def _world_size(trainer: Any) -> int:
 # ---------------------------------------------------------------------- output
 
 
-def estimate_table(estimate: StageEstimate, memory: int | None) -> Group:
+def format_stage_estimate(estimate: StageEstimate, memory: int | None) -> Group:
     """Text form of an estimate, with one row for each rank and one for each schedule that it is compared with."""
     configured = estimate.configured
     unit, factor = common_byte_unit([configured.peak])
@@ -161,10 +161,14 @@ def estimate_table(estimate: StageEstimate, memory: int | None) -> Group:
             rank_memory.activations,
             rank_memory.total,
         )
-        ranks.add_row(str(rank), *(f"{part / factor:.1f}" for part in parts), *_memory_share(rank_memory.total, memory))
+        ranks.add_row(
+            str(rank),
+            *(f"{part / factor:.1f}" for part in parts),
+            *_format_memory_share_cells(rank_memory.total, memory),
+        )
     title = (
         f"{describe_candidate(configured.candidate)}, each of {estimate.rows} x {estimate.length} tokens:"
-        f" {_verdict(configured, memory)}"
+        f" {_describe_memory_fit(configured, memory)}"
     )
     live = ", ".join(str(entry.live_microbatches) for entry in configured.memory)
     lines = [
@@ -173,7 +177,9 @@ def estimate_table(estimate: StageEstimate, memory: int | None) -> Group:
         *(Text(note) for note in estimate.notes),
     ]
     comparison = (
-        ["", _make_schedule_comparison(estimate, memory), *_refusals(estimate)] if estimate.other_schedules else []
+        ["", _make_schedule_comparison(estimate, memory), *_format_unsupported_schedules(estimate)]
+        if estimate.other_schedules
+        else []
     )
     return Group(Text(title, style="bold"), "", ranks, "", *lines, *comparison)
 
@@ -192,13 +198,13 @@ def _make_schedule_comparison(estimate: StageEstimate, memory: int | None) -> Re
             str(worst.live_microbatches),
             f"{worst.activations / factor:.1f}",
             f"{worst.total / factor:.1f}",
-            *_memory_share(worst.total, memory),
+            *_format_memory_share_cells(worst.total, memory),
             f"{100 * entry.bubble:.1f} %",
         )
     return table
 
 
-def _refusals(estimate: StageEstimate) -> list[str | Text]:
+def _format_unsupported_schedules(estimate: StageEstimate) -> list[str | Text]:
     """Reasons for table rows without values, each once, because schedules with equally many stages share a reason."""
     schedules: dict[str, list[str]] = {}
     for entry in estimate.other_schedules:
@@ -212,11 +218,11 @@ def _make_empty_memory_table(first: str, *columns: str, memory: int | None, last
     return ReportTable.create_with_number_columns(first, *columns, *optional, edge=False)
 
 
-def _memory_share(total: int, memory: int | None) -> list[str]:
+def _format_memory_share_cells(total: int, memory: int | None) -> list[str]:
     return [] if memory is None else [f"{100 * total / memory:.0f} %{'' if total <= memory else ' !'}"]
 
 
-def _verdict(prediction: SchedulePrediction, memory: int | None) -> str:
+def _describe_memory_fit(prediction: SchedulePrediction, memory: int | None) -> str:
     if memory is None:
         return f"{format_bytes(prediction.peak)} on the rank that needs most"
     missing = prediction.peak - memory

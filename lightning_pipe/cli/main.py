@@ -123,7 +123,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
             export(args[1:])
         else:
-            _run_tool_command(args)
+            _parse_and_run_remaining_command(args)
     except PipelineError as error:
         sys.stderr.write(_message(error))  # a single write, because other ranks write too
         _wait_for_launcher_exit()
@@ -199,7 +199,7 @@ def _wait_for_launcher_exit() -> None:
         time.sleep(0.05)
 
 
-def _run_tool_command(arguments: list[str]) -> None:
+def _parse_and_run_remaining_command(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(
         prog="lightning-pipe",
         description="Software-pipelined training for Lightning's Trainer.",

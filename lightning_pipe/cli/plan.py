@@ -14,9 +14,9 @@ from lightning_pipe.engine import PipelinePlan, PlanError, PlanSpec, ProfileResu
 from lightning_pipe.engine.common.quantities import parse_bandwidth, parse_duration
 from lightning_pipe.engine.common.report_table import print_report
 from lightning_pipe.engine.planning.costs import Machine, TaskCost
-from lightning_pipe.engine.planning.costs_yaml import CostsSpec, load_costs
+from lightning_pipe.engine.planning.costs_yaml import CostsSpec, parse_costs_yaml
 from lightning_pipe.engine.planning.network import NetworkModel
-from lightning_pipe.engine.planning.prediction import find_scaling_break, predict
+from lightning_pipe.engine.planning.prediction import find_scaling_break, predict_plan_performance
 from lightning_pipe.engine.planning.simulation import simulate
 from lightning_pipe.engine.plans.user_files import open_plan_file, prefix_plan_errors, read_text
 from lightning_pipe.environment import import_torchrec
@@ -164,7 +164,7 @@ def _read_costs(path: str, tasks: Sequence[str]) -> tuple[CostsSpec, str]:
     """Costs in a file, and a note to print about them."""
     text = read_text(path, f"the costs {path!r}", "give a profile.json of PipelineProfiler, or YAML")
     with prefix_plan_errors(path):
-        return _costs_from_profile(text, tasks) if text.lstrip().startswith("{") else (load_costs(text), "")
+        return _costs_from_profile(text, tasks) if text.lstrip().startswith("{") else (parse_costs_yaml(text), "")
 
 
 def _costs_from_profile(text: str, tasks: Sequence[str]) -> tuple[CostsSpec, str]:
@@ -186,7 +186,7 @@ def _costs_from_profile(text: str, tasks: Sequence[str]) -> tuple[CostsSpec, str
     return CostsSpec(costs), note
 
 
-def _networks(options: argparse.Namespace, costs: CostsSpec) -> list[NetworkModel | None]:
+def _make_network_models(options: argparse.Namespace, costs: CostsSpec) -> list[NetworkModel | None]:
     """Networks to simulate, one for each number of ranks; ``[None]`` if the costs contain no messages."""
     latency = costs.latency if options.latency is None else parse_duration(options.latency)
     bandwidth = costs.bandwidth if options.bandwidth is None else parse_bandwidth(options.bandwidth)
@@ -215,13 +215,13 @@ def _run_simulate(options: argparse.Namespace) -> None:
     plans = [find_plan_by_name(name) for name in options.names]
     costs, note = _read_costs(options.costs, list(plans[0].tasks))
     cores = 1.0 if costs.cores is None else costs.cores
-    networks = _networks(options, costs)
+    networks = _make_network_models(options, costs)
     with prefix_plan_errors(options.costs):  # the costs may not match the tasks
         machines = [
             Machine(cores, network=network, device_streams=costs.device_streams, between_periods=costs.between_periods)
             for network in networks
         ]
-        predictions = [predict(plan, costs.tasks, machine) for plan in plans for machine in machines]
+        predictions = [predict_plan_performance(plan, costs.tasks, machine) for plan in plans for machine in machines]
     ranks = [network.ranks for network in networks if network is not None]
     breaks = [
         find_scaling_break(plan, costs.tasks, machines[0], ranks[0], ranks[-1]) for plan in plans if len(ranks) > 1

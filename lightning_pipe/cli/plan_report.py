@@ -42,7 +42,7 @@ def simulation_report(
         table.add_row(name, ranks, _ms(prediction.seconds), *cells, f"{prediction.speedup_over_serial:.2f}", busiest)
         before = prediction.plan
     lines = [
-        *(Text(_describe_scaling_break(scaling_break, predictions, costs)) for scaling_break in breaks),
+        *(Text(_describe_where_scaling_breaks(scaling_break, predictions, costs)) for scaling_break in breaks),
         *(Text(_describe_most_exposed(plan, tasks)) for plan, tasks in exposed.items()),
         Text("ms: iteration time. exposed: time saved if all work on this resource took no time.", style="dim"),
     ]
@@ -60,7 +60,7 @@ def describe_assumed_cores(cores: float) -> str:
     )
 
 
-def _describe_scaling_break(
+def _describe_where_scaling_breaks(
     scaling_break: ScalingBreak, predictions: Sequence[PlanPrediction], costs: CostsSpec
 ) -> str:
     ranks = [prediction.ranks or 0 for prediction in predictions if prediction.plan == scaling_break.plan]

@@ -34,7 +34,7 @@ class JaggedColumn:
     lengths: Array
     width: int | None
 
-    def check(self, wrong: Array, problem: str, fix: str) -> None:
+    def raise_on_first_wrong_value(self, wrong: Array, problem: str, fix: str) -> None:
         """Raise an InputError for the first value for which *wrong*, of shape [V], is True."""
         if wrong.any():
             first = int(wrong.argmax())
@@ -42,7 +42,7 @@ class JaggedColumn:
             raise InputError(f"column {self.name!r}, row {row}: {problem.format(self.values[first])}. {fix}")
 
 
-def to_columns(rows: Any) -> Mapping[str, Any]:
+def convert_rows_to_columns(rows: Any) -> Mapping[str, Any]:
     """Columns by name of a table, of a mapping of columns, or of a list of rows, each a mapping."""
     if isinstance(rows, Mapping):
         return rows
@@ -73,7 +73,7 @@ def to_jagged_column(name: str, data: Any, default: Default | None) -> JaggedCol
         column = _fill_missing_lists_with_default(column, no_row, np.atleast_1d(np.asarray(default, values.dtype)))
     if column.values.dtype.kind == "f" and (missing := np.isnan(column.values)).any():
         if default is None or np.ndim(default) > 0:
-            column.check(missing, "the value is missing", "Give the column a number in defaults")
+            column.raise_on_first_wrong_value(missing, "the value is missing", "Give the column a number in defaults")
         column.values = np.where(missing, np.asarray(default, column.values.dtype), column.values)
     if column.values.dtype.kind not in "biuf":
         raise InputError(f"column {name!r} holds {column.values.dtype}, expected numbers. Map its values to ids first")

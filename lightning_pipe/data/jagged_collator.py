@@ -11,7 +11,7 @@ from torch import Tensor
 from torchrec.datasets.utils import Batch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from lightning_pipe.data.columns import Default, JaggedColumn, to_columns, to_jagged_column
+from lightning_pipe.data.columns import Default, JaggedColumn, convert_rows_to_columns, to_jagged_column
 from lightning_pipe.engine.common.errors import InputError, SetupError
 
 
@@ -66,7 +66,7 @@ class JaggedCollator:
 
     def __call__(self, rows: Any) -> Any:
         """Collate *rows*."""
-        columns = to_columns(rows)
+        columns = convert_rows_to_columns(rows)
         if absent := [name for name in self._named if name not in columns]:
             raise InputError(f"the data has no column {', '.join(absent)}, only {', '.join(map(str, columns))}")
         columns_by_name = {
@@ -121,13 +121,19 @@ def _check_and_cast_ids(column: JaggedColumn) -> np.ndarray[Any, Any]:
     ids = column.values
     if ids.dtype.kind == "f":  # Arrow, NumPy and pandas give floats if a value is missing
         exact = 2.0 ** (np.finfo(ids.dtype).nmant + 1)  # larger whole numbers are rounded
-        column.check((ids != np.floor(ids)) | (np.abs(ids) > exact), "{} is no id", "Ids are whole numbers")
+        column.raise_on_first_wrong_value(
+            (ids != np.floor(ids)) | (np.abs(ids) > exact), "{} is no id", "Ids are whole numbers"
+        )
         ids = ids.astype(np.int64)
     elif ids.dtype.kind == "u" and ids.dtype.itemsize == 8:
-        column.check(ids > np.iinfo(np.int64).max, "the id {} does not fit into 64 bits with a sign", "Hash or map it")
+        column.raise_on_first_wrong_value(
+            ids > np.iinfo(np.int64).max, "the id {} does not fit into 64 bits with a sign", "Hash or map it"
+        )
         ids = ids.astype(np.int64)
     if ids.dtype.kind == "i":
-        column.check(ids < 0, "the id {} is negative", "Map ids to 0 and up; give missing ones a value in defaults")
+        column.raise_on_first_wrong_value(
+            ids < 0, "the id {} is negative", "Map ids to 0 and up; give missing ones a value in defaults"
+        )
     return ids
 
 

@@ -21,7 +21,11 @@ from lightning_pipe.engine.ranks.batch_status import BatchStatusExchange
 from lightning_pipe.loops.data.batch_source import BatchSource, Fetched, SynchronizedBatchSource, UnevenPolicy
 from lightning_pipe.loops.data.ledger import InFlightLedger
 from lightning_pipe.loops.data.random_streams import RandomStreams, get_rng_states, set_rng_states
-from lightning_pipe.loops.data.resumable_loader import LoaderState, draws_no_random_numbers, was_made_resumable
+from lightning_pipe.loops.data.resumable_loader import (
+    LoaderState,
+    loader_leaves_global_rng_unchanged,
+    was_made_resumable,
+)
 from lightning_pipe.loops.data.resume import ResumePoint
 from lightning_pipe.loops.data.stateful_loaders import (
     get_positions_after_last_batch,
@@ -112,7 +116,10 @@ class EpochData:
         self._hooks = BatchTransferHooks(self._trainer, self._streams)
         loaders = fetcher.combined_loader.flattened
         # Samplers draw in the first fetch. With several loaders, short ones restart within an epoch.
-        self._draws, self._draws_again = True, len(loaders) > 1 or not all(map(draws_no_random_numbers, loaders))
+        self._draws, self._draws_again = (
+            True,
+            len(loaders) > 1 or not all(map(loader_leaves_global_rng_unchanged, loaders)),
+        )
         self._initial = self._get_epoch_start_positions(fetcher)
         if self._resumed is not None and (self._resumed.in_mid_epoch or self._iterators_due):
             # Until a batch is trained, a checkpoint contains the positions from which this run was resumed.
@@ -250,7 +257,7 @@ class EpochData:
         uneven: UnevenPolicy = getattr(self._trainer.strategy, "uneven_batches", "shortest")
         termination = SynchronizedTermination.install_in_trainer(self._trainer)
         termination.syncs_every_batch = True
-        remaining = partial(_remaining, fetcher)
+        remaining = partial(_count_remaining_batches, fetcher)
         return SynchronizedBatchSource(
             self._fetch, unread, self.statuses, remaining, uneven, termination.has_local_signal
         )
@@ -311,7 +318,7 @@ def _get_prefetched_batches(fetcher: DataFetcher) -> list[Any]:
     return batches
 
 
-def _remaining(fetcher: DataFetcher) -> int | None:
+def _count_remaining_batches(fetcher: DataFetcher) -> int | None:
     """Return the number of batches that are not fetched yet; None if it is unknown."""
     return None if fetcher.length is None else max(0, fetcher.length - fetcher.fetched)
 

@@ -146,7 +146,7 @@ class EvaluationData(Iterator[Any]):
         """Return the next batch on the device, its index, and the index of its dataloader."""
         self._end_uneven_batch()
         while True:
-            program = self._program or self._enter_next()
+            program = self._program or self._enter_program_of_next_batch()
             try:
                 batch = program.begin_next_batch(self._of_loader).batch
             except StopIteration:
@@ -208,7 +208,7 @@ class EvaluationData(Iterator[Any]):
             self._fetcher.teardown()
             self._fetcher = None
 
-    def close(self) -> None:
+    def close_programs(self) -> None:
         """Close all programs and process groups."""
         for program in self._programs.values():
             program.close()
@@ -217,7 +217,7 @@ class EvaluationData(Iterator[Any]):
 
     # ------------------------------------------------------------------ a dataloader
 
-    def _enter_next(self) -> EvaluationProgram:
+    def _enter_program_of_next_batch(self) -> EvaluationProgram:
         """Enter the program of the dataloader with the next batch."""
         assert self._streams is not None
         if self._source is None:
@@ -291,13 +291,13 @@ class EvaluationData(Iterator[Any]):
             if all(have):
                 # All ranks have a batch again, for example of the next dataloader: pipelined evaluation resumes.
                 self._source = None
-                return self._enter_next()
+                return self._enter_program_of_next_batch()
             coordinator = UnevenBatchCoordinator(
                 self._statuses.group, have, f"a batch of dataloader {self._loader} in {self._phase}"
             )
             if coordinator.rank_has_batch:
                 self._coordinator, self._logged = coordinator, []
-                self._inside.enter_context(strategy.announce_collectives(coordinator, self._step))
+                self._inside.enter_context(strategy.announce_collectives_to_ranks(coordinator, self._step))
                 if results is not None:
                     self._inside.enter_context(
                         record_logged_values(results, self._logged, coordinator.equals_shared_result)
@@ -308,7 +308,7 @@ class EvaluationData(Iterator[Any]):
             if results is not None and self._fetcher is not None:
                 in_sequence = self._fetcher.combined_loader._mode == "sequential" and len(self._batches_of) > 1
                 results.dataloader_idx = self._loader if in_sequence else None
-            with strategy.announce_collectives(coordinator, self._step):
+            with strategy.announce_collectives_to_ranks(coordinator, self._step):
                 logged = coordinator.join_announced_collectives(strategy.join_announced_collective)
             if results is not None:
                 # An unsynced value belongs to this rank. Without own batches, take the other rank's value.
@@ -321,7 +321,7 @@ class EvaluationData(Iterator[Any]):
     def _end_uneven_batch(self) -> None:
         coordinator, self._coordinator = self._coordinator, None
         if coordinator is not None:
-            coordinator.end(self._logged)
+            coordinator.announce_batch_end(self._logged)
 
     def _gather_ranks_with_batch(self) -> list[bool] | None:
         """Fetch a batch and gather which ranks have one."""
@@ -342,7 +342,7 @@ class EvaluationData(Iterator[Any]):
         if not loaders:
             return None
         have = [loader == min(loaders) for loader in ranks]
-        for group in getattr(self._trainer.strategy, "same_batch_ranks", None) or ():
+        for group in getattr(self._trainer.strategy, "same_batch_rank_groups", None) or ():
             if len({have[rank] for rank in group}) > 1:
                 without = ", ".join(str(rank) for rank in group if not have[rank])
                 raise InputError(

@@ -29,7 +29,7 @@ from lightning_pipe.loops.data.random_streams import RNGStates, get_rng_states
 from lightning_pipe.loops.data.termination import SynchronizedTermination
 from lightning_pipe.loops.evaluation_data import EvaluationData
 from lightning_pipe.loops.programs.user_errors import add_lost_rank_note
-from lightning_pipe.loops.uneven_evaluation import align_metrics
+from lightning_pipe.loops.uneven_evaluation import align_metric_states_across_ranks
 
 _KEY = "lightning_pipe"
 
@@ -44,7 +44,7 @@ class _PipelineLoopMixin:
     _init_pipeline_state: Callable[[], None]
     _step_name: str
     # Profiles use the same name for a fetch as with Lightning's loop.
-    _fetch_name: str
+    _fetch_action_name: str
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -68,14 +68,14 @@ class _PipelineLoopMixin:
 
     def teardown(self) -> None:
         """Close the programs and release the dataloaders' iterators."""
-        self._ahead.close()
+        self._ahead.close_programs()
         super().teardown()  # type: ignore[misc]
 
     def _on_before_fetch(self) -> None:
-        self.trainer.profiler.start(self._fetch_name)  # type: ignore[attr-defined]
+        self.trainer.profiler.start(self._fetch_action_name)  # type: ignore[attr-defined]
 
     def _on_after_fetch(self) -> None:
-        self.trainer.profiler.stop(self._fetch_name)  # type: ignore[attr-defined]
+        self.trainer.profiler.stop(self._fetch_action_name)  # type: ignore[attr-defined]
 
 
 class PipelineEvaluationLoop(_PipelineLoopMixin, EvaluationLoop):
@@ -129,13 +129,13 @@ class PipelineEvaluationLoop(_PipelineLoopMixin, EvaluationLoop):
             for dataloader, waited in zip(loader.flattened, saved["waiting"], strict=True)
         ]
 
-    def _workers_waiting(self) -> list[bool]:
+    def _get_idle_worker_flags(self) -> list[bool]:
         loader = get_combined_loader(self)
         return [] if loader is None else [has_idle_dataloader_workers(dataloader) for dataloader in loader.flattened]
 
     def on_save_checkpoint(self) -> dict[str, Any]:
         state: dict[str, Any] = super().on_save_checkpoint()
-        waiting = self._workers_waiting() if self.rng_states_at_start is None else self._waited
+        waiting = self._get_idle_worker_flags() if self.rng_states_at_start is None else self._waited
         if any(waiting):
             state[_KEY] = {"waiting": waiting, "loaded_in": self._last_val_dl_reload_epoch}
         return state
@@ -148,7 +148,7 @@ class PipelineEvaluationLoop(_PipelineLoopMixin, EvaluationLoop):
         """Evaluate all dataloaders, and return what Lightning's loop returns."""
         fitting = self._trainer_fn == TrainerFn.FITTING and not self.trainer.sanity_checking
         self.rng_states_at_start = get_rng_states(self.trainer.strategy.root_device) if fitting else None
-        self._waited = self._workers_waiting()
+        self._waited = self._get_idle_worker_flags()
         with self._ahead.run_context():
             return super().run()
 
@@ -164,7 +164,7 @@ class PipelineEvaluationLoop(_PipelineLoopMixin, EvaluationLoop):
         # Callbacks check it, also on a rank without batches.
         self._has_run |= not self.trainer.sanity_checking
         results.dataloader_idx = loader if self._is_sequential and self.num_dataloaders > 1 else None
-        align_metrics(self.trainer.lightning_module)
+        align_metric_states_across_ranks(self.trainer.lightning_module)
         super()._store_dataloader_outputs()
 
     def _on_evaluation_end(self, *args: Any, **kwargs: Any) -> None:
@@ -189,7 +189,7 @@ class PipelineEvaluationLoop(_PipelineLoopMixin, EvaluationLoop):
             raise SIGTERMException
 
     @property
-    def _fetch_name(self) -> str:  # type: ignore[override]
+    def _fetch_action_name(self) -> str:  # type: ignore[override]
         return f"[{EvaluationLoop.__name__}].{self._stage.dataloader_prefix}_next"
 
 
@@ -203,7 +203,7 @@ class PipelinePredictionLoop(_PipelineLoopMixin, PredictionLoop):
     """
 
     _step_name = "predict_step"
-    _fetch_name = f"[{PredictionLoop.__name__}].predict_next"
+    _fetch_action_name = f"[{PredictionLoop.__name__}].predict_next"
 
     def _init_pipeline_state(self) -> None:
         self._ahead = EvaluationData(self.trainer, "prediction")

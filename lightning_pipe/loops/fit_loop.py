@@ -33,7 +33,7 @@ from lightning_pipe.loops.data.random_streams import RNGStates, get_rng_states, 
 from lightning_pipe.loops.data.resumable_loader import (
     can_make_resumable,
     get_epoch_end_loader_state,
-    have_same_samplers,
+    loaders_share_sampler_state,
     make_resumable,
     was_made_resumable,
 )
@@ -386,7 +386,7 @@ def _exempt_new_loaders_from_resume(point: ResumePoint, before: CombinedLoader, 
         if (
             was_made_resumable(previous_loader)
             and was_made_resumable(reloaded_loader)
-            and not have_same_samplers(previous_loader, reloaded_loader)
+            and not loaders_share_sampler_state(previous_loader, reloaded_loader)
         ):
             point.loaders[place] = get_epoch_end_loader_state(reloaded_loader)
         elif previous_loader is not reloaded_loader and not was_made_resumable(reloaded_loader):

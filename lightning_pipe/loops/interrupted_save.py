@@ -14,7 +14,7 @@ import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_pipe._compat.lightning import teardown_trainer
-from lightning_pipe._compat.torch import default_store
+from lightning_pipe._compat.torch import get_default_process_group_store
 
 # An error or a signal that all ranks receive reaches them within less than this time.
 _WAIT = timedelta(seconds=5)
@@ -44,7 +44,7 @@ def install_all_ranks_save_check(trainer: pl.Trainer) -> None:
             rank_zero_warn("no checkpoint was written after this error, because training had not begun")
             return
         if trainer.interrupted and trainer.world_size > 1 and dist.is_initialized():
-            key, store = f"{trainer_key}/{next(saves)}", default_store()
+            key, store = f"{trainer_key}/{next(saves)}", get_default_process_group_store()
             error = sys.exc_info()[1]
             if error is not None and not _wait_for_all_ranks(store, key, trainer.global_rank, trainer.world_size):
                 error.add_note(

@@ -67,7 +67,7 @@ class UnevenBatchCoordinator:
         """Announce a collective. All ranks with a batch call this in the same order."""
         self._gather_announced_collectives(("call", collective, detail))
 
-    def end(self, logged: Sequence[LoggedValue] = ()) -> None:
+    def announce_batch_end(self, logged: Sequence[LoggedValue] = ()) -> None:
         """Announce the end of the batch, with the logged values."""
         if not self._over:
             self._gather_announced_collectives(("end", "", list(logged)))
@@ -209,7 +209,7 @@ def register_remote_logged_values(
         increment_metric_update_count(metric)
         clear_metric_compute_cache(metric)
         if entry.value is not None and (entry.shared if entry.synced else unsynced):
-            _add(metric, entry.value.to(device), entry.batch_size)
+            _accumulate_into_result_metric(metric, entry.value.to(device), entry.batch_size)
         elif entry.value is not None:
             _promote_result_metric_dtypes(metric, entry.value, entry.batch_size)
 
@@ -222,7 +222,7 @@ def _promote_result_metric_dtypes(metric: ResultMetric, value: Tensor, batch_siz
         metric.cumulated_batch_size = metric.cumulated_batch_size + 0 * batch_size
 
 
-def _add(metric: ResultMetric, value: Tensor, batch_size: float | Tensor) -> None:
+def _accumulate_into_result_metric(metric: ResultMetric, value: Tensor, batch_size: float | Tensor) -> None:
     """Accumulate a value. The metric's own update would also reduce step values over ranks."""
     value = value if value.is_floating_point() else value.to(metric.value.dtype)
     if metric.meta.is_mean_reduction:
@@ -234,7 +234,7 @@ def _add(metric: ResultMetric, value: Tensor, batch_size: float | Tensor) -> Non
         metric.value = (torch.maximum if metric.meta.is_max_reduction else torch.minimum)(metric.value, value)
 
 
-def align_metrics(module: nn.Module) -> None:
+def align_metric_states_across_ranks(module: nn.Module) -> None:
     """Make torchmetrics metrics start the same collectives on all ranks. Every rank calls this.
 
     torchmetrics gathers each tensor of a metric's state. If ranks have different numbers of tensors, or tensors of

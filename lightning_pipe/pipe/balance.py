@@ -66,7 +66,7 @@ def balance_by_time(
     Returns:
         number of layers of each partition.
     """
-    return balance_by_costs([seconds for seconds, _ in _measure(module, sample, repeats, device)], partitions)
+    return balance_by_costs([seconds for seconds, _ in _measure_layers(module, sample, repeats, device)], partitions)
 
 
 def balance_by_memory(
@@ -90,13 +90,13 @@ def balance_by_memory(
         number of layers of each partition.
     """
     costs = []
-    for layer, (_, activations) in zip(module, _measure(module, sample, 1, device), strict=True):
+    for layer, (_, activations) in zip(module, _measure_layers(module, sample, 1, device), strict=True):
         parameters = sum(p.numel() * p.element_size() for p in layer.parameters())
         costs.append(parameters * parameter_scale + activations * chunks)
     return balance_by_costs(costs, partitions)
 
 
-def _measure(
+def _measure_layers(
     module: nn.Sequential, sample: Any, repeats: int, device: torch.device | str | None
 ) -> list[tuple[float, int]]:
     """Measure each layer: seconds of forward and backward, and bytes that are saved for backward."""

@@ -69,32 +69,34 @@ class Cell:
         self._micro_batch = micro_batch
         self.checkpointed = checkpointed and mini_batch.grad  # keeps only inputs, and recomputes before backward
         self._loss = loss
-        self._inputs: _Flat | None = None  # leaves of the graph
-        self._outputs: _Flat | None = None  # outputs with their graph
+        self._inputs: _FlattenedPytree | None = None  # leaves of the graph
+        self._outputs: _FlattenedPytree | None = None  # outputs with their graph
         self._versions: list[int] = []  # versions of the inputs
         self._parameters: list[int] = []  # versions of the parameters
         self._buffers: list[NamedBuffer] = []  # copies from before the first run
 
     def forward(self, passed: Activations) -> Activations:
         """Run the layers and return their outputs, detached from the graph."""
-        leaves = _Flat.flatten(passed).map(self._leaf)
+        leaves = _FlattenedPytree.flatten(passed).map(self._leaf)
         if not self.checkpointed:
-            outputs = self._run(leaves, recomputing=False)
+            outputs = self._run_layers_and_loss(leaves, recomputing=False)
             if self._mini_batch.grad:
                 self._inputs, self._outputs = leaves, outputs
             return outputs.map(_detach).unflatten()
         self._buffers = self.partition.snapshot_buffers(self._mini_batch.training_modes[self.partition.index])
         with torch.no_grad():
-            outputs = self._run(leaves, recomputing=False)
+            outputs = self._run_layers_and_loss(leaves, recomputing=False)
         self._inputs = leaves
-        self._versions = [_version(tensor) for tensor in leaves.tensors()]
-        self._parameters = [_version(parameter) for parameter in self._mini_batch.parameters[self.partition.index]]
+        self._versions = [_get_tensor_version(tensor) for tensor in leaves.tensors()]
+        self._parameters = [
+            _get_tensor_version(parameter) for parameter in self._mini_batch.parameters[self.partition.index]
+        ]
         # Without a graph it is unknown which outputs will require gradients, so all that can require them do.
         trains = bool(self._mini_batch.parameters[self.partition.index]) or any(
             leaf.requires_grad for leaf in leaves.tensors()
         )
         return outputs.map(
-            lambda tensor: tensor.detach().requires_grad_(trains and _differentiable(tensor))
+            lambda tensor: tensor.detach().requires_grad_(trains and _is_differentiable(tensor))
         ).unflatten()
 
     def recompute(self) -> None:
@@ -102,11 +104,11 @@ class Cell:
         leaves = self._inputs
         assert leaves is not None
         changed = {
-            "the input": _changed(leaves, self._versions),
+            "the input": _was_changed_in_place(leaves, self._versions),
             "the training mode": self.partition.module_training_modes
             != self._mini_batch.training_modes[self.partition.index],
             "a parameter": self._parameters
-            != [_version(parameter) for parameter in self._mini_batch.parameters[self.partition.index]],
+            != [_get_tensor_version(parameter) for parameter in self._mini_batch.parameters[self.partition.index]],
         }
         if any(changed.values()):
             raise SetupError(
@@ -122,7 +124,7 @@ class Cell:
             autocast_cache=original.autocast_cache,
         )
         with use_thread_state(autocast):
-            self._outputs = self._run(leaves, recomputing=True)
+            self._outputs = self._run_layers_and_loss(leaves, recomputing=True)
         self._buffers = []
 
     def backward(self, gradients: Gradients, add: Callable[[Tensor, Tensor], None]) -> Gradients:
@@ -156,13 +158,13 @@ class Cell:
         # A tensor that was passed in several times has one gradient, which is returned once.
         return {key: [of_leaf.pop(id(leaf), None) for leaf in part] for key, part in leaves.parts.items()}
 
-    def _run(self, leaves: _Flat, *, recomputing: bool) -> _Flat:
+    def _run_layers_and_loss(self, leaves: _FlattenedPytree, *, recomputing: bool) -> _FlattenedPytree:
         partition, mini_batch = self.partition, self._mini_batch
         training = mini_batch.training_modes[partition.index]
         in_place = partition.changes_input.get(training)
         # The layers get a copy of the input if they change it in place, or if that is not known yet.
         inputs = leaves.map(Tensor.clone) if in_place is not False else leaves
-        versions = [_version(tensor) for tensor in inputs.tensors()]
+        versions = [_get_tensor_version(tensor) for tensor in inputs.tensors()]
         passed = inputs.unflatten()
         skips = Skips(passed.skips)
         where = MicroBatchPosition(self._micro_batch, mini_batch.micro_batches, recomputing, mini_batch.token)
@@ -170,20 +172,22 @@ class Cell:
             passed.value, skips, where, mini_batch.seed, training, self._buffers if recomputing else None
         )
         if in_place is None and not torch.is_inference_mode_enabled():
-            partition.changes_input[training] = _changed(inputs, versions)
-        elif in_place is False and _changed(inputs, versions):
+            partition.changes_input[training] = _was_changed_in_place(inputs, versions)
+        elif in_place is False and _was_changed_in_place(inputs, versions):
             raise SetupError(
                 f"{partition.name} changes its input in place, but did not do so for the first micro-batch. Use"
                 " out-of-place operations in its first layer"
             )
         if self._loss is not None:
             value = partition.compute_loss(self._loss, (training, self._loss.kind), value, where, mini_batch.seed)
-        outputs = _Flat.flatten(Activations(value, {key: skips.values[key] for key in partition.targets}))
+        outputs = _FlattenedPytree.flatten(Activations(value, {key: skips.values[key] for key in partition.targets}))
         if torch.is_grad_enabled():
-            self._check_graph(leaves, outputs, (training, None if self._loss is None else self._loss.kind))
+            self._refuse_unknown_graph_leaves(
+                leaves, outputs, (training, None if self._loss is None else self._loss.kind)
+            )
         return outputs
 
-    def _check_graph(self, leaves: _Flat, outputs: _Flat, key: Any) -> None:
+    def _refuse_unknown_graph_leaves(self, leaves: _FlattenedPytree, outputs: _FlattenedPytree, key: Any) -> None:
         """Refuse tensors that require gradients and are neither inputs nor parameters: they would get no gradient."""
         partition = self.partition
         if key in partition.known_graphs:
@@ -210,7 +214,7 @@ class Cell:
         return tensor.detach().requires_grad_(self._mini_batch.grad and tensor.requires_grad)
 
 
-class _Flat:
+class _FlattenedPytree:
     """Passed values, flattened to lists: the value with key None, each skip with its key."""
 
     def __init__(self, parts: dict[SkipKey | None, list[Any]], specs: dict[SkipKey | None, Any]) -> None:
@@ -218,7 +222,7 @@ class _Flat:
         self._specs = specs
 
     @classmethod
-    def flatten(cls, passed: Activations) -> _Flat:
+    def flatten(cls, passed: Activations) -> _FlattenedPytree:
         flat = {key: pytree.tree_flatten(value) for key, value in [(None, passed.value), *passed.skips.items()]}
         for leaves, _ in flat.values():
             for leaf in leaves:
@@ -234,7 +238,7 @@ class _Flat:
     def tensors(self) -> list[Tensor]:
         return [leaf for part in self.parts.values() for leaf in part if isinstance(leaf, Tensor)]
 
-    def map(self, change: Callable[[Tensor], Tensor]) -> _Flat:
+    def map(self, change: Callable[[Tensor], Tensor]) -> _FlattenedPytree:
         """Replace each tensor by ``change(tensor)``, called once for a tensor that a value contains several times."""
 
         def map_leaf_tensors(part: list[Any]) -> list[Any]:
@@ -242,7 +246,7 @@ class _Flat:
             replacements = {number: change(tensor) for number, tensor in tensors.items()}
             return [replacements.get(id(leaf), leaf) for leaf in part]
 
-        return _Flat({key: map_leaf_tensors(part) for key, part in self.parts.items()}, self._specs)
+        return _FlattenedPytree({key: map_leaf_tensors(part) for key, part in self.parts.items()}, self._specs)
 
     def unflatten(self) -> Activations:
         values = {key: pytree.tree_unflatten(part, self._specs[key]) for key, part in self.parts.items()}
@@ -252,17 +256,19 @@ class _Flat:
 
 def _detach(tensor: Tensor) -> Tensor:
     """Detach a tensor, keeping ``requires_grad``."""
-    return tensor.detach().requires_grad_(tensor.requires_grad and _differentiable(tensor))
+    return tensor.detach().requires_grad_(tensor.requires_grad and _is_differentiable(tensor))
 
 
-def _changed(inputs: _Flat, versions: Sequence[int]) -> bool:
-    return any(_version(tensor) != version for tensor, version in zip(inputs.tensors(), versions, strict=True))
+def _was_changed_in_place(inputs: _FlattenedPytree, versions: Sequence[int]) -> bool:
+    return any(
+        _get_tensor_version(tensor) != version for tensor, version in zip(inputs.tensors(), versions, strict=True)
+    )
 
 
-def _differentiable(tensor: Tensor) -> bool:
+def _is_differentiable(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-def _version(tensor: Tensor) -> int:
+def _get_tensor_version(tensor: Tensor) -> int:
     """Return the number of in-place changes of a tensor; 0 for inference tensors, which have no version counter."""
     return 0 if tensor.is_inference() else tensor._version

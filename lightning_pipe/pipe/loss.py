@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from lightning_pipe._compat.torch import pytree
 from lightning_pipe.engine import InputError
-from lightning_pipe.pipe.scatter import count_rows, scatter
+from lightning_pipe.pipe.scatter import count_batch_rows, scatter
 
 LossFunction = Callable[[Any, Any], Tensor]
 Reduction = Literal["mean", "sum"]
@@ -52,15 +52,15 @@ class MiniBatchLoss:
         """Return the loss functions of *count* micro-batches."""
         pieces = scatter(targets, count)
         total = None if self.reduction == "sum" else _total_target_weight(self.loss_fn, targets)
-        rows = count_rows(targets)
+        rows = count_batch_rows(targets)
         loss_fn, by_rows = self.loss_fn, self.reduction == "mean" and total is None
         if total is not None:
             loss_fn = copy.copy(loss_fn)
             loss_fn.reduction = "sum"  # type: ignore[union-attr]
         losses = []
         for index, piece in enumerate(pieces):
-            keep = self._to_try and index == 0 and count_rows(piece) > 1
-            weight = count_rows(piece) / rows if by_rows else 1.0
+            keep = self._to_try and index == 0 and count_batch_rows(piece) > 1
+            weight = count_batch_rows(piece) / rows if by_rows else 1.0
             losses.append(MicroBatchLoss(loss_fn, piece, weight, total, scale, keep))
         return losses
 
@@ -152,7 +152,7 @@ def _compute_half_batch_losses(loss_fn: LossFunction, output: Any, target: Any) 
         before = torch.get_rng_state()
         try:
             pieces = zip(scatter(output, 2), scatter(target, 2), strict=True)
-            losses = [(float(loss_fn(*piece)), count_rows(piece[1])) for piece in pieces]
+            losses = [(float(loss_fn(*piece)), count_batch_rows(piece[1])) for piece in pieces]
         except Exception:
             return None  # the function cannot be computed on a part of a micro-batch
         return losses if torch.equal(before, torch.get_rng_state()) else None

@@ -20,7 +20,7 @@ from lightning_pipe.pipe.partition import Partition
 from lightning_pipe.pipe.partitioning import CheckpointMode
 from lightning_pipe.pipe.plans import get_input_gradient_field_name
 from lightning_pipe.pipe.randomness import MiniBatchSeed, SharedGenerators
-from lightning_pipe.pipe.scatter import count_rows, scatter, to_device
+from lightning_pipe.pipe.scatter import count_batch_rows, scatter, to_device
 from lightning_pipe.pipe.scheduler import MicroBatch, Scheduler
 
 
@@ -40,7 +40,7 @@ class MiniBatchRun:
         self._scheduler = scheduler
         self._checkpoint = checkpoint
         self._devices = [partition.device for partition in partitions]
-        self.rows = count_rows(inputs)
+        self.rows = count_batch_rows(inputs)
         inputs = to_device(inputs, self._partitions[0].device)
         if 0 < self.rows < chunks:
             warnings.warn(
@@ -49,7 +49,7 @@ class MiniBatchRun:
                 stacklevel=stacklevel,
             )
         self._pieces = scatter(inputs, chunks)
-        self.rows_of_micro_batches = [count_rows(piece) for piece in self._pieces]
+        self.rows_of_micro_batches = [count_batch_rows(piece) for piece in self._pieces]
         self.count = len(self._pieces)
         self.grad = torch.is_grad_enabled()
         self._parameters = [partition.parameters() for partition in self._partitions]
@@ -118,7 +118,7 @@ class MiniBatchRun:
                 "gpipe_backward", micro_batches, lambda ctx: getattr(ctx, get_input_gradient_field_name(0)).value
             )
         self.check_generators()
-        return self.collect_gradients(input_gradients[::-1])
+        return self.merge_micro_batch_gradients(input_gradients[::-1])
 
     @contextmanager
     def suspend_parameter_hooks(self) -> Iterator[None]:
@@ -135,7 +135,7 @@ class MiniBatchRun:
             for hooks, saved in zip(hooked, saved_hooks, strict=True):
                 hooks.update(saved)
 
-    def collect_gradients(self, input_gradients: Sequence[list[Tensor | None]]) -> list[Tensor | None]:
+    def merge_micro_batch_gradients(self, input_gradients: Sequence[list[Tensor | None]]) -> list[Tensor | None]:
         """Collect the gradients of :attr:`tensors_requiring_grad`."""
         gradients: list[Tensor | None] = []
         for place, leaf in enumerate(self._inputs):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_pipe._compat.torch import NormBase, pytree
 from lightning_pipe.engine import SetupError
-from lightning_pipe.pipe.position import MicroBatchPosition, set_position
+from lightning_pipe.pipe.position import MicroBatchPosition, set_micro_batch_position
 from lightning_pipe.pipe.randomness import LayerGenerators, MiniBatchSeed
 from lightning_pipe.pipe.skip import SkipKey, SkipRoute, Skips, set_current_skips
 
@@ -102,7 +102,7 @@ class Partition:
         if draws is None and self._compile_options is not None and not self.checks_every_draw:
             draws = self._detect_random_draws(inputs, skips, micro_batch_position, seed, training)
         buffer_context = self._record_changed_buffers(training) if buffers is None else self._replace_buffers(buffers)
-        with set_position(micro_batch_position), set_current_skips(skips), buffer_context:
+        with set_micro_batch_position(micro_batch_position), set_current_skips(skips), buffer_context:
             if draws is False:
                 return (self.compiled_forward or self._run_layers)(inputs)
             with LayerGenerators(seed, micro_batch_position.micro_batch) as generators:
@@ -145,7 +145,7 @@ class Partition:
         input_copies = pytree.tree_map_only(Tensor, Tensor.clone, inputs)
         with (
             torch.no_grad(),
-            set_position(micro_batch_position._replace(recomputing=True)),
+            set_micro_batch_position(micro_batch_position._replace(recomputing=True)),
             set_current_skips(Skips(skips.values)),
             self._replace_buffers(self.snapshot_buffers(None)),
             LayerGenerators(seed, micro_batch_position.micro_batch) as generators,

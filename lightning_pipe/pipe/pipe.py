@@ -17,7 +17,7 @@ from lightning_pipe.pipe.mini_batch_run import MiniBatchRun
 from lightning_pipe.pipe.partition import Partition
 from lightning_pipe.pipe.partitioning import CheckpointMode, check_pipe_options, check_sequential, make_partitions
 from lightning_pipe.pipe.plans import get_input_field_name, get_input_gradient_field_name
-from lightning_pipe.pipe.scatter import concat_micro_batch_outputs, count_rows, to_device
+from lightning_pipe.pipe.scatter import concat_micro_batch_outputs, count_batch_rows, to_device
 from lightning_pipe.pipe.scheduler import Scheduler
 from lightning_pipe.pipe.skip import SkipRoute
 
@@ -233,10 +233,10 @@ class Pipe(nn.Module):
         mini_batch_loss = MiniBatchLoss(loss_fn, reduction, self._known_losses)
         run = self._make_mini_batch_run(inputs if isinstance(inputs, tuple) else (inputs,), 4)
         targets = to_device(targets, self.devices[-1])
-        if not 0 < run.rows == count_rows(targets):
+        if not 0 < run.rows == count_batch_rows(targets):
             raise InputError(
-                f"the inputs have {run.rows} rows and the targets have {count_rows(targets)}; expected equal numbers,"
-                " at least 1. Give one target for each row, and skip empty batches"
+                f"the inputs have {run.rows} rows and the targets have {count_batch_rows(targets)}; expected"
+                " equal numbers, at least 1. Give one target for each row, and skip empty batches"
             )
         scale = 1.0 if self._loss_scale is None else self._loss_scale()
         losses = mini_batch_loss.split(targets, run.count, scale)
@@ -254,7 +254,7 @@ class Pipe(nn.Module):
         total = sum_losses(losses)
         if not run.grad or not run.tensors_requiring_grad:
             return total
-        collected = run.collect_gradients(first_gradients)
+        collected = run.merge_micro_batch_gradients(first_gradients)
 
         def scale_collected_gradients(loss_gradient: Tensor) -> Sequence[Tensor | None]:
             factor = loss_gradient / scale

@@ -35,7 +35,7 @@ def is_recomputing() -> bool:
 
 
 @contextmanager
-def set_position(micro_batch_position: MicroBatchPosition) -> Iterator[None]:
+def set_micro_batch_position(micro_batch_position: MicroBatchPosition) -> Iterator[None]:
     """Context in which this thread has the position *micro_batch_position*."""
     before, _current.position = _current.position, micro_batch_position
     try:

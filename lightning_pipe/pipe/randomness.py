@@ -80,7 +80,7 @@ class LayerGenerators(TorchDispatchMode):
             # An explicit generator leaves the shared one untouched, so threads need no lock.
             return func(*args, **{**kwargs, "generator": self._layer_generator(device)})
         with _lock:
-            generator, shared = self._layer_generator(device), _generator(device)
+            generator, shared = self._layer_generator(device), _get_default_generator(device)
             shared_state = shared.get_state()
             try:
                 shared.set_state(generator.get_state())
@@ -133,7 +133,7 @@ def _get_operation_device(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tor
     return torch.device("cpu")
 
 
-def _generator(device: torch.device) -> torch.Generator:
+def _get_default_generator(device: torch.device) -> torch.Generator:
     if device.type == "cuda":
         torch.cuda.init()
         index = torch.cuda.current_device() if device.index is None else device.index
@@ -147,12 +147,12 @@ class SharedGenerators:
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         shared = dict.fromkeys([torch.device("cpu"), *devices])
-        self._before = {device: _generator(device).get_state() for device in shared}
+        self._before = {device: _get_default_generator(device).get_state() for device in shared}
 
     def check_unchanged(self) -> None:
         """Compare the states after the tasks have run."""
         for device, before in self._before.items():
-            if not torch.equal(_generator(device).get_state(), before):
+            if not torch.equal(_get_default_generator(device).get_state(), before):
                 raise SetupError(
                     f"random numbers were drawn on {device} while the pipe ran, by a layer that drew none for its first"
                     " micro-batch, or by another thread. Two partitions may have drawn at the same time, which is not"

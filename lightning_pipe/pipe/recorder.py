@@ -28,7 +28,7 @@ class PartitionRecorder:
     def collect_batch_records(self) -> None:
         """Do nothing: the pipe stores the records."""
 
-    def stop(self, tasks: Sequence[Bar], rank: int) -> list[Bar]:
+    def stop_recording(self, tasks: Sequence[Bar], rank: int) -> list[Bar]:
         """Stop recording, and return a bar for each forward, recomputation and backward of a micro-batch."""
         bars = []
         for span in self._pipe.stop_trace():

@@ -12,7 +12,7 @@ from lightning_pipe._compat.torch import pytree
 from lightning_pipe.engine import InputError
 
 
-def count_rows(value: Any) -> int:
+def count_batch_rows(value: Any) -> int:
     """Number of rows of a mini-batch: the common length of the first dimension of all its tensors."""
     tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
     lengths = {len(tensor) for tensor in tensors if tensor.dim()}
@@ -28,7 +28,7 @@ def count_rows(value: Any) -> int:
 
 def scatter(value: Any, chunks: int) -> list[Any]:
     """Split *value* into micro-batches."""
-    chunks = max(1, min(chunks, count_rows(value)))
+    chunks = max(1, min(chunks, count_batch_rows(value)))
     leaves, spec = pytree.tree_flatten(value)
     pieces = [torch.tensor_split(leaf, chunks) if isinstance(leaf, Tensor) else (leaf,) * chunks for leaf in leaves]
     return [pytree.tree_unflatten([piece[index] for piece in pieces], spec) for index in range(chunks)]

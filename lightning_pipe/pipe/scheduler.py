@@ -70,7 +70,7 @@ class _PartitionTaskFunctions:
 
     def forward(self, index: int, ctx: IterContext) -> None:
         micro: MicroBatch = ctx.batch
-        with self._partition_context(micro, index, "forward"):
+        with self._enter_partition_device_and_streams(micro, index, "forward"):
             if index == 0:
                 value, micro.inputs = micro.inputs, None
             else:
@@ -93,14 +93,17 @@ class _PartitionTaskFunctions:
         micro: MicroBatch = ctx.batch
         cell = micro.cells[index]
         if cell.checkpointed:
-            with self._partition_context(micro, index, "recomputation"):
+            with self._enter_partition_device_and_streams(micro, index, "recomputation"):
                 cell.recompute()
 
     def backward(self, index: int, ctx: IterContext) -> None:
         micro: MicroBatch = ctx.batch
         # In Pipe.loss, backward runs inside the caller's autocast. A caller of backward() has usually left it.
         inside = micro.output_gradients is None
-        with self._partition_context(micro, index, "backward"), _without_autocast() if inside else nullcontext():
+        with (
+            self._enter_partition_device_and_streams(micro, index, "backward"),
+            _without_autocast() if inside else nullcontext(),
+        ):
             gradients: Gradients = {}
             if index < len(self._partitions) - 1:
                 gradients[None] = self._copier.receive(ctx.pop(get_input_gradient_field_name(index + 1)), index)
@@ -124,7 +127,7 @@ class _PartitionTaskFunctions:
                     setattr(ctx, get_skip_tensor_gradient_field_name(number), back)
 
     @contextmanager
-    def _partition_context(self, micro: MicroBatch, index: int, phase: str) -> Iterator[None]:
+    def _enter_partition_device_and_streams(self, micro: MicroBatch, index: int, phase: str) -> Iterator[None]:
         """Context of a partition's device, the caller's streams, torchgpipe's profiler range, and a note on errors."""
         partition = self._partitions[index]
         with ExitStack() as stack:
@@ -168,7 +171,7 @@ class Scheduler:
         for micro in micro_batches:
             micro.schedulers = (*_current.schedulers, self)
         with self._running:
-            return self._run(plan, micro_batches, result_of)
+            return self._run_micro_batches(plan, micro_batches, result_of)
 
     def _refuse_reentry(self, action: str) -> None:
         """Refuse calls from a layer, hook or loss function of this pipe, which would deadlock."""
@@ -178,7 +181,7 @@ class Scheduler:
                 " Wait until its forward, loss or backward has returned, or use another Pipe"
             )
 
-    def _run(
+    def _run_micro_batches(
         self, plan: str, micro_batches: Sequence[MicroBatch], result_of: Callable[[IterContext], Result]
     ) -> list[Result]:
         if self._process != os.getpid():

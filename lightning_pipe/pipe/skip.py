@@ -148,7 +148,7 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[t
 
         @wraps(generate)
         def forward(self: Any, *inputs: Any) -> Any:
-            return _run_generator(self, generate(self, *inputs), {*stashes}, {*pops})
+            return _run_skippable_forward(self, generate(self, *inputs), {*stashes}, {*pops})
 
         layer.forward = forward
         layer.pipe_stashes = stashes  # type: ignore[attr-defined]
@@ -178,12 +178,12 @@ def isolate(layer: T, namespace: Namespace, only: Iterable[str] | None = None) -
     return layer
 
 
-def skip_keys(layer: nn.Module) -> tuple[list[SkipKey], list[SkipKey]]:
+def collect_stash_and_pop_keys(layer: nn.Module) -> tuple[list[SkipKey], list[SkipKey]]:
     """Return the keys that a layer, and all layers in it, stash and pop."""
     stashed, popped = [], []
     for module in layer.modules():
-        stashed += [_key(module, name) for name in getattr(module, "pipe_stashes", ())]
-        popped += [_key(module, name) for name in getattr(module, "pipe_pops", ())]
+        stashed += [_make_skip_key(module, name) for name in getattr(module, "pipe_stashes", ())]
+        popped += [_make_skip_key(module, name) for name in getattr(module, "pipe_pops", ())]
     return stashed, popped
 
 
@@ -191,11 +191,11 @@ def _get_stash_and_pop_names(layer: nn.Module) -> tuple[str, ...]:
     return (*getattr(layer, "pipe_stashes", ()), *getattr(layer, "pipe_pops", ()))
 
 
-def _key(layer: Any, name: str) -> SkipKey:
+def _make_skip_key(layer: Any, name: str) -> SkipKey:
     return SkipKey(layer.pipe_namespaces.get(name), name)
 
 
-def _run_generator(layer: nn.Module, steps: Generator[Any, Any, Any], stashes: set[str], pops: set[str]) -> Any:
+def _run_skippable_forward(layer: nn.Module, steps: Generator[Any, Any, Any], stashes: set[str], pops: set[str]) -> Any:
     """Serve the requests that a layer yields, and return the layer's result."""
     skips = _current.skips
     name = type(layer).__name__
@@ -213,11 +213,11 @@ def _run_generator(layer: nn.Module, steps: Generator[Any, Any, Any], stashes: s
             return end.value
         if isinstance(request, stash) and request.name in stashes:
             stashes.discard(request.name)
-            skips.stash(_key(layer, request.name), request.value)
+            skips.stash(_make_skip_key(layer, request.name), request.value)
             answer = None
         elif isinstance(request, pop) and request.name in pops:
             pops.discard(request.name)
-            answer = skips.pop(_key(layer, request.name))
+            answer = skips.pop(_make_skip_key(layer, request.name))
         else:
             description = (
                 f"{type(request).__name__}({request.name!r})" if isinstance(request, stash | pop) else type(request)
@@ -243,7 +243,7 @@ def find_skip_routes(partitions: Sequence[Sequence[nn.Module]]) -> list[SkipRout
     popped: dict[SkipKey, list[int]] = {}
     partition_of = [partition for partition, layers in enumerate(partitions) for _ in layers]
     for number, layer in enumerate(layer for layers in partitions for layer in layers):
-        stashes, pops = skip_keys(layer)
+        stashes, pops = collect_stash_and_pop_keys(layer)
         for key in stashes:
             stashed.setdefault(key, []).append(number)
         for key in pops:

@@ -55,9 +55,9 @@ def __getattr__(name: str) -> Any:
         import_torchrec()
     # A command's help also looks up classes here whose modules were imported directly.
     if name in _LLM_MODULES and _LLM_MODULES[name] not in sys.modules:
-        from lightning_pipe.environment import require
+        from lightning_pipe.environment import require_min_package_version
 
-        require("torch", "2.13", "language models in pipeline stages")
+        require_min_package_version("torch", "2.13", "language models in pipeline stages")
     modules = _MODULES | _LLM_MODULES
     if name not in modules:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

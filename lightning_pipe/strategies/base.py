@@ -41,9 +41,9 @@ from lightning_pipe.loops.interrupted_save import install_all_ranks_save_check
 from lightning_pipe.loops.programs.user_errors import is_process_group_error
 from lightning_pipe.loops.uneven_evaluation import UnevenBatchCoordinator, UnevenEvaluation
 from lightning_pipe.strategies.cluster_environment import (
-    check_nodes,
     get_environment_without_srun,
     get_torchrun_nodes_and_devices,
+    refuse_multi_node_without_srun,
 )
 
 
@@ -152,7 +152,7 @@ class DistributedStrategy(DDPStrategy):
         global _ended_well
         _ended_well = False
         freeze_gc_in_forks()
-        check_nodes(self.num_nodes, self.cluster_environment)
+        refuse_multi_node_without_srun(self.num_nodes, self.cluster_environment)
         ranks = self.num_nodes * self.num_processes
         if dist.is_initialized() and dist.get_world_size() != ranks:
             raise SetupError(
@@ -185,7 +185,7 @@ class DistributedStrategy(DDPStrategy):
     # ------------------------------------------------------------------ batches that only some ranks have
 
     @contextmanager
-    def announce_collectives(self, coordinator: UnevenBatchCoordinator, step: str) -> Iterator[None]:
+    def announce_collectives_to_ranks(self, coordinator: UnevenBatchCoordinator, step: str) -> Iterator[None]:
         """Context in which collectives of an evaluation step are announced to *coordinator*."""
         self._coordinator = coordinator
         try:
@@ -306,7 +306,7 @@ class DistributedStrategy(DDPStrategy):
             ) from error
         return store
 
-    def _keep_loader_order_of_one_process(self, trainer: pl.Trainer) -> None:
+    def _disable_sampler_if_single_process(self, trainer: pl.Trainer) -> None:
         """Make a single process read its data in the order of its loaders.
 
         Lightning assumes that a distributed strategy has several processes, and installs a sampler that shuffles

@@ -15,7 +15,7 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import CheckpointIO, ClusterEnvironment, Precision
 
-from lightning_pipe._compat.lightning import install_resume_check, patch_last_checkpoint_for_urls
+from lightning_pipe._compat.lightning import install_ckpt_path_check, patch_last_checkpoint_for_urls
 from lightning_pipe.checkpoints.atomic_folder import remove_folder
 from lightning_pipe.checkpoints.background_save import BackgroundSave
 from lightning_pipe.checkpoints.folder_writing import (
@@ -23,7 +23,7 @@ from lightning_pipe.checkpoints.folder_writing import (
     write_checkpoint,
     write_checkpoint_in_background,
 )
-from lightning_pipe.checkpoints.remote_folder import parse_local_or_remote_path, remove_remote
+from lightning_pipe.checkpoints.remote_folder import parse_local_or_remote_path, remove_remote_checkpoint
 from lightning_pipe.engine import SetupError
 from lightning_pipe.engine.common.options import check_booleans
 from lightning_pipe.engine.ranks.agreement import check_agreement
@@ -103,11 +103,11 @@ class FolderCheckpointStrategy(DistributedStrategy):
         """
         if kwargs.get("trainer") is not None:
             patch_last_checkpoint_for_urls(kwargs["trainer"])
-            install_resume_check(kwargs["trainer"], self._before_resumption)
+            install_ckpt_path_check(kwargs["trainer"], self._check_path_and_warm_start)
         self._weights_only = inspect.signature(function).bind_partial(*args).arguments.get("weights_only")
         return launch(function, *args, **kwargs)
 
-    def _before_resumption(self, path: Any) -> None:
+    def _check_path_and_warm_start(self, path: Any) -> None:
         """Compare the checkpoint to resume from, None without one, between ranks. Called after set-up."""
         _check_same_checkpoint_path(path)
         self._warm_start_from_checkpoint(path)
@@ -172,7 +172,7 @@ class FolderCheckpointStrategy(DistributedStrategy):
         def remove() -> None:
             if self.is_global_zero:
                 place = parse_local_or_remote_path(filepath)
-                remove_folder(place) if isinstance(place, Path) else remove_remote(place)
+                remove_folder(place) if isinstance(place, Path) else remove_remote_checkpoint(place)
 
         if self._saves is not None and self._saves.under_way:
             self._saves.add_success_callback(remove)

@@ -32,7 +32,7 @@ def get_environment_without_srun() -> ClusterEnvironment | None:
     return LightningEnvironment() if {"NODE_RANK", "GROUP_RANK"} & os.environ.keys() else _SingleNodeEnvironment()
 
 
-def check_nodes(num_nodes: int, environment: ClusterEnvironment | None) -> None:
+def refuse_multi_node_without_srun(num_nodes: int, environment: ClusterEnvironment | None) -> None:
     """Refuse several nodes in a process that Slurm has started on one node only."""
     if num_nodes > 1 and isinstance(environment, _SingleNodeEnvironment):
         raise SetupError(

@@ -13,14 +13,14 @@ from collections.abc import Sequence
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_pipe._compat.torch import gradient_buckets, rebuild_buckets
+from lightning_pipe._compat.torch import get_ddp_bucket_parameters, rebuild_buckets
 from lightning_pipe.checkpoints.compiled_names import CompiledNameMap
 
 
 def gradient_order(model: DistributedDataParallel) -> list[str]:
     """Names of the parameters in the order of their gradients, bucket after bucket."""
     names = {id(parameter): name for name, parameter in model.module.named_parameters()}
-    return [names[id(parameter)] for bucket in gradient_buckets(model) for parameter in bucket]
+    return [names[id(parameter)] for bucket in get_ddp_bucket_parameters(model) for parameter in bucket]
 
 
 def set_gradient_order(model: DistributedDataParallel, order: Sequence[str]) -> None:

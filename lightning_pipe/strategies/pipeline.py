@@ -64,13 +64,13 @@ class PipelineStrategy(DistributedStrategy):
         super().__init__(**options)
         self._set_uneven_policies(uneven_batches, uneven_evaluation)
         # An invalid plan is an error here, not only when training begins.
-        self._plan = build_plan_of_default_tasks(_not_moved, plan)
+        self._plan = build_plan_of_default_tasks(_noop_transfer, plan)
         # Gradient order of a loaded checkpoint, and of this run after its first backward pass.
         self._order_at_save: list[str] | None = None
         self._order: list[str] | None = None
 
     def setup(self, trainer: pl.Trainer) -> None:
-        self._keep_loader_order_of_one_process(trainer)
+        self._disable_sampler_if_single_process(trainer)
         install_loops(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             self._order = None  # order of the previous fit, kept until now for checkpoints written after it
@@ -153,7 +153,7 @@ class PipelineStrategy(DistributedStrategy):
             super().configure_ddp()
 
 
-def _not_moved(batch: Any) -> Any:
+def _noop_transfer(batch: Any) -> Any:
     return batch
 
 

@@ -79,7 +79,7 @@ STRATEGIES = (
 )
 
 
-def register() -> None:
+def register_strategies() -> None:
     """Register every name with Lightning. Repeated calls have no effect."""
     for entry in STRATEGIES:
         if entry.name not in StrategyRegistry:

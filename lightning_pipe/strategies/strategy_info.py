@@ -22,7 +22,7 @@ class MicroBatchTimeRecorder(Protocol):
     def collect_batch_records(self) -> None:
         """Collect the records of the batch that was just trained."""
 
-    def stop(self, tasks: Sequence[Bar], rank: int) -> list[Bar]:
+    def stop_recording(self, tasks: Sequence[Bar], rank: int) -> list[Bar]:
         """Stop recording."""
 
 

@@ -21,7 +21,7 @@ import torch
 
 from benchmarks.table import MARK, end
 from lightning_pipe.engine.common.atomic_file import atomic_write
-from lightning_pipe.environment import import_torchrec, require
+from lightning_pipe.environment import import_torchrec, require_min_package_version
 from scripts.gpu.comparison import compare
 from scripts.gpu.parts import Command, Part
 
@@ -63,7 +63,7 @@ def impossible(part: Part) -> str:
                 if need == "torchrec":
                     import_torchrec()
                 else:
-                    require("torch", "2.13", "language models in pipeline stages")
+                    require_min_package_version("torch", "2.13", "language models in pipeline stages")
             except Exception as error:
                 return str(error).splitlines()[0]
         elif shutil.which(need) is None:

@@ -72,22 +72,24 @@ def contracts(rank: int, world: int) -> dict[str, Any]:
         "group": compat.sharding_group(module) is group,
         "name": compat.module_name(module),
         "tables": [table.name for table in compat.table_configs(module)],
-        "types": compat.sharding_types(module),
+        "types": compat.get_module_sharding_types(module),
         "cached": compat.cached_tables(with_cache(sharded(EmbeddingBagCollectionSharder(), bags(), world))),
         "weighted": compat.is_weighted(module),
         "divides": module._has_mean_pooling_callback,
         "columns": compat.disable_mean_pooling(module),
-        "kernels": [(type(kernel).__name__, tables[0].name) for kernel, tables in compat.kernels_of(module)],
+        "kernels": [
+            (type(kernel).__name__, tables[0].name) for kernel, tables in compat.iter_lookup_kernels_with_tables(module)
+        ],
         "fast": [type(compat.get_single_kernel_of_lookup(lookup)).__name__ for lookup in compat.lookups_of(module)],
-        "before": compat.get_all_to_alls(module),
+        "before": compat.get_input_dist_all_to_alls(module),
     }
 
     compat.create_input_dists_keeping_ids(module, features_of([0]))
     request = module.input_dist(module.create_context(), features_of([100 + rank, 201 - rank]))
     found["received"] = request.wait().wait()[0].values().tolist()
-    (all_to_all,) = compat.get_all_to_alls(module)
+    (all_to_all,) = compat.get_input_dist_all_to_alls(module)
     found["group of input dist"] = compat.get_all_to_all_group(all_to_all) is group
-    found["keys"] = compat.keys_per_rank(all_to_all)
+    found["keys"] = compat.get_all_to_all_splits_and_stagger(all_to_all)
     processed = FeatureProcessedEmbeddingBagCollection(
         bags(is_weighted=True), PositionWeightedModuleCollection({"f": 5}, device=CPU)
     )
@@ -150,13 +152,13 @@ def test_segments_of_any_size_are_permuted() -> None:
 def test_tensors_of_features_can_be_replaced() -> None:
     features = features_of([1, 2])
     assert features["f"].values().tolist() == [1, 2]  # which TorchRec keeps
-    other = compat.copy_with_tensors(features, values=torch.tensor([3, 4]))
+    other = compat.copy_kjt_with_tensors(features, values=torch.tensor([3, 4]))
     assert other.values().tolist() == [3, 4], "KeyedJaggedTensor does not keep its values in _values"
     assert other["f"].values().tolist() == [3, 4], "KeyedJaggedTensor does not keep what it has cut in _jt_dict"
     assert features["f"].values().tolist() == [1, 2]
-    assert compat.kjts_share_tensors(features, compat.copy_with_tensors(features))
+    assert compat.kjts_share_tensors(features, compat.copy_kjt_with_tensors(features))
     assert not compat.kjts_share_tensors(features, other)
-    weighted = compat.copy_with_tensors(features, weights=torch.ones(2), lengths=torch.tensor([2]), offsets=None)
+    weighted = compat.copy_kjt_with_tensors(features, weights=torch.ones(2), lengths=torch.tensor([2]), offsets=None)
     assert weighted.weights().tolist() == [1, 1], "KeyedJaggedTensor does not keep its weights in _weights"
     assert weighted.offsets().tolist() == [0, 2], "KeyedJaggedTensor does not compute missing _offsets from _lengths"
     inverse = (["f"], torch.tensor([[0, 1]]))

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 
 from lightning_pipe._compat.transformers import (
-    conversions_of,
     disable_packed_sequence_detection,
     filter_ignored_keys,
+    find_weight_conversions,
     is_pretrained_model,
     skip_weight_init,
 )
@@ -52,7 +52,7 @@ def stored(model: Any, folder: Path) -> dict[str, Tensor]:
 
 def test_experts_whose_parts_have_other_numbers_are_refused(mixture: Any, tmp_path: Path) -> None:
     tensors = {re.sub(r"experts\.1\.w1", "experts.9.w1", name): one for name, one in stored(mixture, tmp_path).items()}
-    conversions, _ = conversions_of(mixture, tensors)
+    conversions, _ = find_weight_conversions(mixture, tensors)
     wrong = next(one for one in conversions if any("experts.9" in name for name in one.sources))
     with pytest.raises(ValueError, match="other numbers in some of their parts"):
         wrong.convert_tensors(tensors, mixture)
@@ -74,7 +74,7 @@ def test_experts_that_are_stored_one_by_one_become_one_tensor_of_the_model(mixtu
     files = stored(mixture, tmp_path)
     experts = [name for name in files if ".experts.0." in name]
     assert len(experts) == 2 * 3, "transformers stores the experts of a mixture together: conversions are not needed"
-    conversions, unexpected = conversions_of(mixture, files)
+    conversions, unexpected = find_weight_conversions(mixture, files)
     assert unexpected == []
     found: dict[str, Tensor] = {}
     for conversion in conversions:
@@ -86,7 +86,7 @@ def test_experts_that_are_stored_one_by_one_become_one_tensor_of_the_model(mixtu
 
 def test_a_conversion_runs_without_data_and_more_than_once(mixture: Any, tmp_path: Path) -> None:
     files = {name: one.to("meta") for name, one in stored(mixture, tmp_path).items()}
-    conversions, _ = conversions_of(mixture, files)
+    conversions, _ = find_weight_conversions(mixture, files)
     shapes = {name: one.shape for name, one in mixture.state_dict().items()}
     for _ in range(2):
         for conversion in conversions:
@@ -96,7 +96,7 @@ def test_a_conversion_runs_without_data_and_more_than_once(mixture: Any, tmp_pat
 
 def test_names_that_a_model_does_not_have_are_unexpected(mixture: Any) -> None:
     names = ["model.norm.weight", "model.other.weight", "model.layers.7.block_sparse_moe.experts.0.w1.weight"]
-    conversions, unexpected = conversions_of(mixture, names)
+    conversions, unexpected = find_weight_conversions(mixture, names)
     assert [one.first for one in conversions] == ["model.norm.weight"]
     assert unexpected[0] != "model.norm.weight"
     assert len(unexpected) >= 2

@@ -18,9 +18,9 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_pipe.callbacks.monitor import PipelineMonitor
 from lightning_pipe.callbacks.trace import PipelineTrace
-from lightning_pipe.callbacks.verdict import BottleneckVerdict, StepBreakdown, find_straggler, find_verdict
+from lightning_pipe.callbacks.verdict import BottleneckVerdict, StepBreakdown, diagnose_bottleneck, find_straggler
 from lightning_pipe.engine import PipelinePlan
-from lightning_pipe.engine.observe.meter import Meter
+from lightning_pipe.engine.observe.meter import CallerTimeMeter
 from lightning_pipe.recsys.plans.recsys_plans import recsys_plan
 from lightning_pipe.recsys.tasks.task_list import recsys_tasks
 from tests.distributed import run_ranks
@@ -147,7 +147,7 @@ def test_a_step_in_which_the_plan_has_changed_is_left_out(clock: Clock) -> None:
     class Changes(pl.Callback):
         def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
             if batch_idx == 2:
-                trainer.fit_loop.epoch_loop.program.pipeline.meter = Meter()
+                trainer.fit_loop.epoch_loop.program.pipeline.meter = CallerTimeMeter()
 
     monitor = PipelineMonitor()
     run(clock, monitor, Changes(), batch_size=1)
@@ -239,7 +239,7 @@ def use(
 
 
 def of(*uses: StepBreakdown, plan: PipelinePlan = PREFETCH, **known: Any) -> BottleneckVerdict:
-    return find_verdict(uses, plan, **known)
+    return diagnose_bottleneck(uses, plan, **known)
 
 
 @pytest.mark.parametrize(
@@ -329,8 +329,8 @@ def test_one_rank_is_held_up_by(one: StepBreakdown, kind: str, said: str) -> Non
 
 def test_of_a_pipe_it_is_not_said_that_nothing_is_to_be_gained() -> None:
     step = StepBreakdown(9, 1.0, 0.0, tasks={"TrainBatch": 0.95})
-    assert find_verdict([step], PREFETCH).kind == "compute-bound"
-    found = find_verdict([step], PREFETCH, has_pipe=True)
+    assert diagnose_bottleneck([step], PREFETCH).kind == "compute-bound"
+    found = diagnose_bottleneck([step], PREFETCH, has_pipe=True)
     assert found.kind == "schedule-bound"
     assert "95 % of the step is spent in the pipe; use PipelineTrace" in found.text
 
@@ -383,16 +383,16 @@ def two_ranks(rank: int, world_size: int, slow: dict[int, float], forwards: floa
     monitor = PipelineMonitor()
     read: Any = time.perf_counter
     time.perf_counter = lambda: clock.now
-    ran = Meter.ran
+    ran = CallerTimeMeter.add_task_time
 
-    def waits(self: Meter, task: str, begun: float) -> None:
+    def waits(self: CallerTimeMeter, task: str, begun: float) -> None:
         if task == "FinalizeGrads" and rank == 0:
             clock.now += slow.get(waits.batch, 0.0)  # type: ignore[attr-defined]
         waits.batch += task == "FinalizeGrads"  # type: ignore[attr-defined]
         ran(self, task, begun)
 
     waits.batch = 0  # type: ignore[attr-defined]
-    Meter.ran = waits  # type: ignore[method-assign]
+    CallerTimeMeter.add_task_time = waits  # type: ignore[method-assign]
     try:
         used = pl.Trainer(
             accelerator="cpu",
@@ -408,7 +408,7 @@ def two_ranks(rank: int, world_size: int, slow: dict[int, float], forwards: floa
         )
         used.fit(Slow(), DataLoader(ClickRows(12), batch_size=1, collate_fn=collate))
     finally:
-        time.perf_counter, Meter.ran = read, ran  # type: ignore[method-assign]
+        time.perf_counter, CallerTimeMeter.add_task_time = read, ran  # type: ignore[method-assign]
     found = monitor.straggler
     return monitor.verdict, found and (found.rank, found.host, round(found.cost, 3))
 

@@ -17,7 +17,7 @@ import torch
 from lightning_pipe.callbacks.monitor import PipelineMonitor
 from lightning_pipe.callbacks.profiler import PipelineProfiler
 from lightning_pipe.callbacks.report import cost_figure
-from lightning_pipe.callbacks.verdict import find_verdict
+from lightning_pipe.callbacks.verdict import diagnose_bottleneck
 from lightning_pipe.engine import ProfileResult, SetupError
 from lightning_pipe.engine.profiling.profile import TaskProfile
 from lightning_pipe.engine.ranks import object_collectives
@@ -84,7 +84,7 @@ class Records(pl.Callback):
 def fits(rank: int, world_size: int) -> dict[str, Any]:
     few: dict[str, Any] = {"rounds": 1, "iterations": 1, "tasks": TASK}
     monitor, records = PipelineMonitor(every_n_steps=1), Records()
-    with mock.patch("lightning_pipe.callbacks.monitor.find_verdict", wraps=find_verdict) as asked:
+    with mock.patch("lightning_pipe.callbacks.monitor.diagnose_bottleneck", wraps=diagnose_bottleneck) as asked:
         everything = run(PipelineProfiler(at_steps=[5], rounds=1, iterations=1), monitor)
         with mock.patch.object(object_collectives, "host_id", return_value=(f"machine {rank}", 0)):
             run(None, PipelineMonitor())
@@ -147,9 +147,8 @@ def test_a_profile_waits_until_nobody_else_records(found: list[dict[str, Any]]) 
 
 def test_the_first_rank_prints_logs_and_writes(found: list[dict[str, Any]]) -> None:
     first, second = found[0]["all"], found[1]["all"]
-    assert "plan prefetch:" in first.printed
-    assert "EmbPrefetch" in first.printed
-    assert "plan prefetch:" not in second.printed + found[0]["begin"].printed
+    assert "under the plan prefetch; longest tasks: " in first.printed
+    assert "plan prefetch" not in second.printed + found[0]["begin"].printed
     ((step, values),) = first.logged
     assert step == 4  # as others count, from 0
     assert values == {

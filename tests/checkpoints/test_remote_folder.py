@@ -13,12 +13,12 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from lightning_pipe.checkpoints.remote_folder import (
     RemotePath,
-    begin_remote,
-    finish_remote,
+    begin_remote_checkpoint,
+    finish_remote_checkpoint,
     follow_checkpoint_marker,
     local_copy,
     parse_local_or_remote_path,
-    remove_remote,
+    remove_remote_checkpoint,
 )
 from lightning_pipe.engine import SetupError
 
@@ -41,9 +41,9 @@ def place(url: str = URL) -> RemotePath:
 
 def saved(content: bytes, url: str = URL) -> str:
     to = place(url)
-    written = begin_remote(to)
+    written = begin_remote_checkpoint(to)
     (to.parent / written / "meta.pt").write_bytes(content)
-    finish_remote(to, written)
+    finish_remote_checkpoint(to, written)
     return written
 
 
@@ -60,10 +60,10 @@ def names() -> list[str]:
 
 def test_it_is_there_once_it_is_finished_and_not_before() -> None:
     to = place()
-    written = begin_remote(to)
+    written = begin_remote_checkpoint(to)
     (to.parent / written / "meta.pt").write_bytes(b"one")
     assert not to.exists()
-    finish_remote(to, written)
+    finish_remote_checkpoint(to, written)
     assert to.is_file()
     assert content_at() == b"one"
 
@@ -71,10 +71,10 @@ def test_it_is_there_once_it_is_finished_and_not_before() -> None:
 def test_a_new_one_replaces_the_old_one_in_one_step_and_nothing_is_left_of_it() -> None:
     first = saved(b"one")
     to = place()
-    written = begin_remote(to)
+    written = begin_remote_checkpoint(to)
     (to.parent / written / "meta.pt").write_bytes(b"two")
     assert content_at() == b"one"
-    finish_remote(to, written)
+    finish_remote_checkpoint(to, written)
     assert content_at() == b"two"
     assert not [name for name in names() if first in name]
 
@@ -82,7 +82,7 @@ def test_a_new_one_replaces_the_old_one_in_one_step_and_nothing_is_left_of_it() 
 def test_what_an_interrupted_save_has_left_is_ignored_and_removed_by_the_next() -> None:
     saved(b"one")
     to = place()
-    left = begin_remote(to)
+    left = begin_remote_checkpoint(to)
     (to.parent / left / "meta.pt").write_bytes(b"half")
     assert content_at() == b"one"
     saved(b"two")
@@ -102,7 +102,7 @@ def test_folders_of_others_stay() -> None:
 def test_a_removed_one_is_gone_with_its_files() -> None:
     saved(b"one")
     saved(b"two", "memory://runs/other.ckpt")
-    remove_remote(place())
+    remove_remote_checkpoint(place())
     assert not place().exists()
     assert len(names()) == 2
 
@@ -112,8 +112,8 @@ def test_a_folder_at_the_url_is_read_and_not_replaced() -> None:
     place(f"{URL}/meta.pt").write_bytes(b"by hand")
     assert content_at() == b"by hand"
     with pytest.raises(SetupError, match="is a folder, which cannot be replaced"):
-        begin_remote(place())
-    remove_remote(place())
+        begin_remote_checkpoint(place())
+    remove_remote_checkpoint(place())
     assert names() == []
 
 
@@ -168,7 +168,7 @@ def test_a_request_that_fails_is_no_absent_checkpoint(refused: Exception, monkey
     with monkeypatch.context() as patched:
         patched.setattr(MemoryFileSystem, "info", info)
         with pytest.raises(OSError, match=str(refused.args[-1])):
-            begin_remote(place())
+            begin_remote_checkpoint(place())
         with pytest.raises(SetupError, match=str(refused.args[-1])):
             follow_checkpoint_marker(place())
     assert before == MemoryFileSystem.store
@@ -209,9 +209,9 @@ def test_old_files_that_cannot_be_removed_are_a_warning(monkeypatch: pytest.Monk
         raise PermissionError("Access Denied")
 
     to = place()
-    written = begin_remote(to)
+    written = begin_remote_checkpoint(to)
     (to.parent / written / "meta.pt").write_bytes(b"two")
     monkeypatch.setattr(RemotePath, "remove", forbidden)
     with pytest.warns(UserWarning, match="could not be removed: Access Denied"):
-        finish_remote(to, written)
+        finish_remote_checkpoint(to, written)
     assert content_at() == b"two"

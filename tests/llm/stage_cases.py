@@ -13,11 +13,11 @@ from torch.distributed.tensor import DTensor
 from lightning_pipe.llm.model.meta_tensors import fake_copy
 from lightning_pipe.llm.model.module_config import PPModuleConfig
 from lightning_pipe.llm.model.shapes import StageShapes
-from lightning_pipe.llm.model.stage_module import StageModule, make_stage, shallow_copy
+from lightning_pipe.llm.model.stage_module import StageModule, copy_model_sharing_tensors, make_stage_module
 from lightning_pipe.llm.parallel.data_parallel import apply_data_parallel
 from lightning_pipe.llm.run.schedule_runner import ScheduleRunner, StageInputs
 from lightning_pipe.llm.schedules.specs import SCHEDULES, count_stages_per_rank, stages_of_rank
-from lightning_pipe.llm.split.stage_fqns import split_evenly
+from lightning_pipe.llm.split.stage_fqns import split_layers_evenly
 
 WIDTH, VOCABULARY, LAYERS, LENGTH = 8, 11, 4, 6
 CONFIG = PPModuleConfig(LAYERS, "layers", ("embedding",), ("head",))
@@ -66,7 +66,7 @@ def make_model(dropout: float = 0.3) -> Model:
 
 def whole_stage(dropout: float = 0.3) -> StageModule:
     """The model as its only stage."""
-    return make_stage(make_model(dropout), CONFIG, CONFIG.module_fqns, 0, 1)
+    return make_stage_module(make_model(dropout), CONFIG, CONFIG.module_fqns, 0, 1)
 
 
 def layers_of(stage: StageModule) -> Iterator[Layer]:
@@ -106,13 +106,17 @@ def train_stages(
     spec = SCHEDULES[schedule]
     num_stages = 2 * count_stages_per_rank(spec, 2)
     model = make_model(dropout)
-    fqns = split_evenly(CONFIG, num_stages)
+    fqns = split_layers_evenly(CONFIG, num_stages)
     fake, mode = fake_copy(model)
     shapes = StageShapes(
-        [make_stage(shallow_copy(fake), CONFIG, names, index, num_stages) for index, names in enumerate(fqns)], mode
+        [
+            make_stage_module(copy_model_sharing_tensors(fake), CONFIG, names, index, num_stages)
+            for index, names in enumerate(fqns)
+        ],
+        mode,
     )
     stages = {
-        index: make_stage(shallow_copy(model), CONFIG, fqns[index], index, num_stages)
+        index: make_stage_module(copy_model_sharing_tensors(model), CONFIG, fqns[index], index, num_stages)
         for index in stages_of_rank(spec, rank, 2, num_stages // 2)
     }
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pipeline", "shard"))

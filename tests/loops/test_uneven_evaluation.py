@@ -328,7 +328,7 @@ def test_a_rank_without_a_batch_has_the_unsynced_values_of_the_rank_that_has_the
         assert logged_alone(7, Unsynced).differences(found["unsynced"]) == []
 
 
-# ---------------------------------------------------------------------- a turn
+# ---------------------------------------------------------------------- a batch that some ranks lack
 
 
 def take_turns(rank: int, world_size: int) -> dict[str, Any]:
@@ -343,7 +343,7 @@ def take_turns(rank: int, world_size: int) -> dict[str, Any]:
             turn.announce_collective("something", rank)
             found[str(operation)] = turn.reduce_tensor(torch.tensor([float(rank), 1.0]), operation).tolist()
             found[f"{operation} of integers"] = float(turn.reduce_tensor(torch.tensor(rank), operation))
-            turn.end()
+            turn.announce_batch_end()
         else:
             turn.join_announced_collectives(lambda what, detail: done.append((what, detail)))
     found["joined"] = done
@@ -352,7 +352,7 @@ def take_turns(rank: int, world_size: int) -> dict[str, Any]:
         turn = UnevenBatchCoordinator(group, have, "a batch")
         try:
             step(turn) if turn.rank_has_batch else turn.join_announced_collectives(lambda what, detail: None)
-            turn.end() if turn.rank_has_batch else None
+            turn.announce_batch_end() if turn.rank_has_batch else None
         except InputError as error:
             if turn.rank_has_batch:
                 turn.fail(error)
@@ -360,7 +360,7 @@ def take_turns(rank: int, world_size: int) -> dict[str, Any]:
 
     failing("do not agree", lambda turn: turn.announce_collective("one" if rank == 1 else "other"))
     failing("ends early", lambda turn: turn.announce_collective("one") if rank == 1 else None)
-    failing("no such sum", lambda turn: turn.reduce(torch.ones(()), "product"))
+    failing("no such sum", lambda turn: turn.reduce_tensor(torch.ones(()), "product"))
     return found
 
 

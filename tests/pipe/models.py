@@ -13,7 +13,7 @@ from torch.nn import functional
 from torch.utils import _pytree as pytree
 
 from lightning_pipe.pipe import pop, skippable, stash
-from lightning_pipe.pipe.scatter import concat_micro_batch_outputs, count_rows, scatter
+from lightning_pipe.pipe.scatter import concat_micro_batch_outputs, count_batch_rows, scatter
 from tests.rounding import Reference
 
 
@@ -113,7 +113,7 @@ def whole_loss(module: nn.Sequential, inputs: Any, targets: Any, loss_fn: Any, c
     total = torch.zeros(())
     for piece, target in zip(scatter(inputs, chunks), scatter(targets, chunks), strict=True):
         loss = loss_fn(module(piece), target)
-        if (weight := count_rows(piece) / count_rows(inputs)) != 1.0:
+        if (weight := count_batch_rows(piece) / count_batch_rows(inputs)) != 1.0:
             loss = loss * weight
         loss.backward()
         total = total + loss.detach()

@@ -89,7 +89,7 @@ def plain(value: Any) -> Any:
 @contextmanager
 def opened(balancer: BatchBalancer) -> Iterator[BatchBalancer]:
     group: Any = dist.new_group()
-    balancer.open(group, CPU)
+    balancer.attach_to_process_group(group, CPU)
     try:
         yield balancer
     finally:

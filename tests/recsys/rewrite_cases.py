@@ -347,7 +347,7 @@ def pipelined_losses(
         splits = ahead or rewrite.start_input_dist(batch)
         features = rewrite.wait_inputs(rewrite.wait_splits(splits))
         ahead = rewrite.start_input_dist(data[index + 1]) if rewrite.is_resolved and index + 1 < len(data) else None
-        embeddings = rewrite.lookup(features)
+        embeddings = rewrite.look_up_embeddings(features)
         with rewrite.using_looked_up_embeddings(embeddings, batch):
             loss = step(model, batch)
         loss.backward()

@@ -182,7 +182,7 @@ def differences_from_unsharded(
         on_another_thread(sharded.step_data_parallel_tables)
     found = {name: sharded.full_table(name) for name in before}
     problems += [f"{name}: not trained" for name, values in before.items() if (found[name] - values).abs().max() < 1e-3]
-    states = {name: sharded.full_optimizer_state(name) for name in before}
+    states = {name: sharded.full_table_optimizer_state(name) for name in before}
     if rank > 0:
         return problems
     expected = unsharded(optimizer["class_path"], optimizer["init_args"]["lr"], kind, world_size)

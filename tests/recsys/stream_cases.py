@@ -164,7 +164,7 @@ def built_for_gpu() -> Iterator[None]:
 
 def place(accelerator: Accelerator, model: ShardedModel, optimizers: list[torch.optim.Optimizer]) -> None:
     """Place tensors that are on the host of a GPU too, and correct devices that were stored earlier."""
-    place_on_host(accelerator, model.sharded_modules.values(), (*optimizers, *model.replicated_optimizers))
+    place_on_host(accelerator, model.sharded_modules.values(), (*optimizers, *model.data_parallel_table_optimizers))
     for module in model.sharded_modules.values():
         if isinstance(module, ShardedDynamicModule):
             for cache in module.row_tables.caches.values():

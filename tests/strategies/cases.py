@@ -418,7 +418,7 @@ def state_of(used: pl.Trainer) -> dict[str, Tensor]:
         sharded = strategy.sharded_model
         for name in sorted(sharded.tables):
             found[name] = sharded.full_table(name)
-            found.update({f"{name} {key}": value for key, value in sharded.full_optimizer_state(name).items()})
+            found.update({f"{name} {key}": value for key, value in sharded.full_table_optimizer_state(name).items()})
         for name, map_of_rank in sharded.id_maps.collect_id_histories().items():
             found.update({f"{name} {key}": value.clone() for key, value in map_of_rank.items()})
         dense: Any = sharded.dense_parameters()

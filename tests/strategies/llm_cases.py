@@ -27,7 +27,7 @@ from lightning_pipe.llm.parallel.parallel_dims import ParallelDims
 from lightning_pipe.llm.schedules.simulation import list_compute_actions
 from lightning_pipe.llm.schedules.specs import SCHEDULES, count_stages_per_rank
 from lightning_pipe.llm.split.options import SplitOptions
-from lightning_pipe.llm.split.stage_fqns import split_evenly
+from lightning_pipe.llm.split.stage_fqns import split_layers_evenly
 from lightning_pipe.strategies.language_model.hf_causal_lm import HFCausalLM
 from lightning_pipe.strategies.language_model.pipeline_module import PipelineModule
 from lightning_pipe.strategies.language_model.strategy import LLMPipelineStrategy
@@ -323,7 +323,7 @@ class Trained:
 def backward_orders(schedule: str, ranks: int, num_microbatches: int, config: PPModuleConfig) -> dict[str, list[int]]:
     """For each module of a model the order in which the gradients of micro-batches are added up."""
     spec = SCHEDULES[schedule]
-    stages = split_evenly(config, ranks * count_stages_per_rank(spec, ranks))
+    stages = split_layers_evenly(config, ranks * count_stages_per_rank(spec, ranks))
     actions = list_compute_actions(spec, ranks, num_microbatches)
     return {name: backward_order(actions, index) for index, names in enumerate(stages) for name in names}
 

@@ -10,7 +10,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_pipe.llm.schedules.specs import SCHEDULES
 from lightning_pipe.recsys.plans.recsys_plans import PLANS
-from lightning_pipe.strategies.registry import STRATEGIES, register
+from lightning_pipe.strategies.registry import STRATEGIES, register_strategies
 from tests.patience import HANG
 
 RECSYS = [entry for entry in STRATEGIES if entry.strategy == "RecsysPipelineStrategy"]
@@ -22,7 +22,7 @@ def test_a_name_that_someone_else_has_taken_is_left_to_them() -> None:
     theirs = {"strategy": object, "description": "theirs", "init_params": {}, "strategy_name": "pipeline"}
     try:
         StrategyRegistry["pipeline"] = theirs
-        register()
+        register_strategies()
         assert StrategyRegistry["pipeline"] is theirs
     finally:
         StrategyRegistry["pipeline"] = ours

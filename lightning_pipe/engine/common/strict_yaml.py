@@ -43,10 +43,10 @@ def load_mapping(text: str, kind: str, allowed_keys: tuple[str, ...], *, compare
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a date or number that is none
         problem = escape_unprintable(str(error)[:1000])
         raise PlanError(f"the {kind} is not valid YAML: {problem}; compare it with {compare}") from error
-    return check_keys(f"the {kind}", content, allowed_keys)
+    return check_mapping_keys(f"the {kind}", content, allowed_keys)
 
 
-def check_keys(subject: str, content: Any, allowed_keys: tuple[str, ...]) -> dict[Any, Any]:
+def check_mapping_keys(subject: str, content: Any, allowed_keys: tuple[str, ...]) -> dict[Any, Any]:
     """Return *content* if it is a mapping with *allowed_keys*; *subject* is its name in the error message."""
     if not isinstance(content, dict):
         raise PlanError(f"{subject} is {short_repr(content)}; expected a mapping of {', '.join(allowed_keys)}")

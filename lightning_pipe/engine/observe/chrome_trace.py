@@ -32,10 +32,10 @@ def trace_events(timeline: Timeline, notes: Mapping[str, Any]) -> dict[str, Any]
     origin = min((bar.start for bar in timeline.bars), default=0.0)
     times = _compute_bar_times(timeline, origin)
     events = [
-        _slice(bar, threads[bar.rank, bar.lane], times[position], position in timeline.critical_path)
+        _make_bar_event(bar, threads[bar.rank, bar.lane], times[position], position in timeline.critical_path)
         for position, bar in enumerate(timeline.bars)
     ]
-    flows = list(_flows(timeline, threads, times))
+    flows = list(_make_flow_events(timeline, threads, times))
     left_out = len(timeline.arrows) - len(flows) // 2
     events.extend(flows)
     # At equal times, enclosing slices precede nested ones, and slices precede the flows that refer to them.
@@ -49,14 +49,14 @@ def trace_events(timeline: Timeline, notes: Mapping[str, Any]) -> dict[str, Any]
 
 def _make_thread_name_events(timeline: Timeline, threads: Mapping[tuple[int, str], int]) -> Iterator[dict[str, Any]]:
     for rank in sorted({rank for rank, _ in threads}):
-        yield _metadata("process_name", rank, {"name": f"rank {rank}"})
-        yield _metadata("process_sort_index", rank, {"sort_index": rank})
+        yield _make_metadata_event("process_name", rank, {"name": f"rank {rank}"})
+        yield _make_metadata_event("process_sort_index", rank, {"sort_index": rank})
     for (rank, lane), thread in threads.items():
-        yield _metadata("thread_name", rank, {"name": lane}, thread)
-        yield _metadata("thread_sort_index", rank, {"sort_index": thread}, thread)
+        yield _make_metadata_event("thread_name", rank, {"name": lane}, thread)
+        yield _make_metadata_event("thread_sort_index", rank, {"sort_index": thread}, thread)
 
 
-def _metadata(name: str, rank: int, args: dict[str, Any], thread: int = 0) -> dict[str, Any]:
+def _make_metadata_event(name: str, rank: int, args: dict[str, Any], thread: int = 0) -> dict[str, Any]:
     return {"ph": "M", "name": name, "pid": rank + 1, "tid": thread, "args": args}
 
 
@@ -77,7 +77,7 @@ def _compute_bar_times(timeline: Timeline, origin: float) -> list[tuple[float, f
     return times
 
 
-def _slice(bar: Bar, thread: int, time: tuple[float, float], critical: bool) -> dict[str, Any]:
+def _make_bar_event(bar: Bar, thread: int, time: tuple[float, float], critical: bool) -> dict[str, Any]:
     indices = {"iteration": bar.iteration, "microbatch": bar.microbatch, "stage": bar.stage}
     name = bar.name if bar.microbatch is None else f"{bar.name} {bar.microbatch}"
     return {
@@ -92,7 +92,7 @@ def _slice(bar: Bar, thread: int, time: tuple[float, float], critical: bool) -> 
     }
 
 
-def _flows(
+def _make_flow_events(
     timeline: Timeline, threads: Mapping[tuple[int, str], int], times: list[tuple[float, float]]
 ) -> Iterator[dict[str, Any]]:
     for number, (source, target) in enumerate(timeline.arrows):

@@ -64,7 +64,7 @@ def task_bars(spans: Iterable[TaskSpan], rank: int) -> list[Bar]:
     return bars
 
 
-def on_clock(clock: Callable[[float], float], bars: Iterable[Bar]) -> list[Bar]:
+def convert_bars_to_clock(clock: Callable[[float], float], bars: Iterable[Bar]) -> list[Bar]:
     """Convert the times of bars to another clock."""
     return [
         bar._replace(
@@ -124,10 +124,10 @@ class Timeline:
     @cached_property
     def _enclosed_bars(self) -> dict[int, list[int]]:
         """Positions of bars that enclose others, with the positions of those bars."""
-        enclosed = {task: list(waited_for) for task, waited_for in self._waiting_tasks.items()}
+        enclosed = {task: list(waited_for) for task, waited_for in self._bars_waited_for_by_task.items()}
         open_bars: list[int] = []
         for position, bar in enumerate(self.bars):
-            while open_bars and not _inside(bar, self.bars[open_bars[-1]]):
+            while open_bars and not _is_bar_enclosed(bar, self.bars[open_bars[-1]]):
                 open_bars.pop()
             for enclosing in open_bars:
                 enclosed.setdefault(enclosing, []).append(position)
@@ -135,7 +135,7 @@ class Timeline:
         return enclosed
 
     @cached_property
-    def _waiting_tasks(self) -> dict[int, list[int]]:
+    def _bars_waited_for_by_task(self) -> dict[int, list[int]]:
         """Positions of main-thread tasks that wait for other threads to process micro-batches, with those bars."""
         waited_for: dict[int, list[int]] = defaultdict(list)
         for rank in {bar.rank for bar in self.bars if bar.stage is not None and bar.lane != MAIN}:
@@ -158,12 +158,14 @@ class Timeline:
         since ranks exchange their losses there. Ranks connected by arrows share a path; each other rank has a separate
         path, because synchronization through collectives is not recorded.
         """
-        return frozenset(position for step in self._path for position in step if position is not None)
+        return frozenset(
+            position for step in self._critical_path_predecessors for position in step if position is not None
+        )
 
     @cached_property
-    def critical_steps(self) -> tuple[Arrow, ...]:
+    def critical_path_arrows(self) -> tuple[Arrow, ...]:
         """Critical path as pairs of positions of consecutive bars."""
-        return tuple((source, target) for source, target in self._path if source is not None)
+        return tuple((source, target) for source, target in self._critical_path_predecessors if source is not None)
 
     @cached_property
     def critical_waits(self) -> tuple[Bar, ...]:
@@ -174,7 +176,7 @@ class Timeline:
         for other work of the task called NAME, which encloses bars.
         """
         return tuple(
-            wait for source, target in self.critical_steps for wait in self._split_wait_by_reason(source, target)
+            wait for source, target in self.critical_path_arrows for wait in self._split_wait_by_reason(source, target)
         )
 
     def _split_wait_by_reason(self, source: int, target: int) -> list[Bar]:
@@ -216,7 +218,7 @@ class Timeline:
         }
 
     @cached_property
-    def _path(self) -> list[tuple[int | None, int]]:
+    def _critical_path_predecessors(self) -> list[tuple[int | None, int]]:
         leaves = [
             p for p, bar in enumerate(self.bars) if p not in self.enclosing_bar_positions and bar.kind not in WAITS
         ]
@@ -249,7 +251,7 @@ class Timeline:
         for source, target in self.arrows:
             add_predecessor_bars(target, last.get(source, ()))
         lanes: dict[tuple[int, str], list[int]] = defaultdict(list)
-        for position in sorted({*leaves, *self._waiting_tasks}):
+        for position in sorted({*leaves, *self._bars_waited_for_by_task}):
             lanes[self._lane(position)].append(position)
         of_schedules = self._find_last_bars_by_schedule(leaves)
         for previous, following in (pair for lane in lanes.values() for pair in pairwise(lane)):
@@ -339,7 +341,7 @@ def _get_microbatch_dependencies(stage: int, kind: str) -> list[tuple[int, str]]
     return [(stage, FORWARD), (stage, RECOMPUTE), (stage + 1, BACKWARD), (stage + 1, INPUT_BACKWARD)]
 
 
-def _inside(bar: Bar, enclosing: Bar) -> bool:
+def _is_bar_enclosed(bar: Bar, enclosing: Bar) -> bool:
     same_lane = (bar.rank, bar.lane) == (enclosing.rank, enclosing.lane)
     return same_lane and enclosing.start <= bar.start < enclosing.end and bar.end <= enclosing.end
 

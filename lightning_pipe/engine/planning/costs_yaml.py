@@ -22,7 +22,7 @@ from lightning_pipe.engine.common.errors import PlanError, SetupError
 from lightning_pipe.engine.common.options import check_choice
 from lightning_pipe.engine.common.quantities import parse_bandwidth, parse_duration, parse_size
 from lightning_pipe.engine.common.safe_text import short_repr
-from lightning_pipe.engine.common.strict_yaml import check_keys, load_mapping
+from lightning_pipe.engine.common.strict_yaml import check_mapping_keys, load_mapping
 from lightning_pipe.engine.planning.costs import MAX_TASK_SECONDS, TaskCost
 from lightning_pipe.engine.planning.network import Collective, CollectiveKind
 
@@ -51,7 +51,7 @@ class CostsSpec:
         return any(isinstance(cost.background, Collective) for cost in self.tasks.values())
 
 
-def load_costs(text: str) -> CostsSpec:
+def parse_costs_yaml(text: str) -> CostsSpec:
     """Parse costs from YAML *text* in the format of this module's docstring."""
     content = load_mapping(text, "file of costs", _KEYS, compare=_EXAMPLE)
     tasks = content.get("tasks")
@@ -59,7 +59,7 @@ def load_costs(text: str) -> CostsSpec:
         raise PlanError(
             f"'tasks' of the costs must be a mapping from tasks to costs, got {short_repr(tasks)}. See {_EXAMPLE}."
         )
-    network = check_keys("the network of the costs", content.get("network") or {}, _NETWORK_KEYS)
+    network = check_mapping_keys("the network of the costs", content.get("network") or {}, _NETWORK_KEYS)
     latency, bandwidth = network.get("latency"), network.get("bandwidth")
     streams = content.get("device_streams", False)
     check_choice("device_streams of the costs", streams, (False, True), PlanError)
@@ -78,7 +78,7 @@ def _parse_task_cost(name: str, entry: Any) -> TaskCost:
     where = f"task {name!r} of the costs"
     if isinstance(entry, int | float) and not isinstance(entry, bool):
         entry = {"ms": entry}
-    check_keys(where, entry, _TASK_KEYS)
+    check_mapping_keys(where, entry, _TASK_KEYS)
     kinds = [key for key in (*_KINDS, "background_ms") if key in entry]
     if len(kinds) > 1:
         raise PlanError(

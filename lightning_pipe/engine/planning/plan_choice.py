@@ -39,7 +39,7 @@ def choose_measured_plan(measured: Mapping[K, Sequence[float]], hand_written: Co
     """
     running, best = _list_surviving_plans(measured), find_best_hand_written_plan(measured, hand_written)
     to_beat = measured[best]
-    needed = _wins_needed(len(to_beat), sum(name not in hand_written for name in measured))
+    needed = _compute_min_significant_wins(len(to_beat), sum(name not in hand_written for name in measured))
 
     def is_faster(name: K) -> bool:
         gain = interquartile_mean(measured[name]) < (1 - _GAIN) * interquartile_mean(to_beat)
@@ -59,7 +59,7 @@ def select_survivors(
     """
     running = _list_surviving_plans(measured)
     rounds = len(measured[running[0]])
-    needed = _wins_needed(rounds, 1)
+    needed = _compute_min_significant_wins(rounds, 1)
     first = min(running, key=lambda name: interquartile_mean(measured[name]))
     best = find_best_hand_written_plan(measured, hand_written)
 
@@ -100,7 +100,7 @@ def _count_wins(times: Sequence[float], rival_times: Sequence[float]) -> int:
     return sum(seconds < rival_seconds for seconds, rival_seconds in zip(times, rival_times, strict=True))
 
 
-def _wins_needed(rounds: int, generated: int) -> int:
+def _compute_min_significant_wins(rounds: int, generated: int) -> int:
     """Fewest wins that pass a sign test at the level :data:`_CHANCE`, divided among *generated* plans."""
     allowed = _CHANCE / max(1, generated) * 2**rounds
     wins, ways = rounds, 1

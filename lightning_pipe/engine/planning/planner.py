@@ -76,7 +76,7 @@ def propose_plan_variants(
         expanded.add(base)
         for task in base.tasks:
             if task in movable and predict_seconds(base, without=task) < ranks[base][0]:
-                for plan in _moved(base, task, movable, task in on_workers, submitted_before):
+                for plan in _iter_plans_with_moved_task(base, task, movable, task in on_workers, submitted_before):
                     add_candidate(plan)
     variants = sorted((plan for plan in best.values() if plan not in hand_written), key=ranks.__getitem__)
     return [
@@ -85,7 +85,7 @@ def propose_plan_variants(
     ]
 
 
-def _moved(
+def _iter_plans_with_moved_task(
     plan: PipelinePlan,
     task: str,
     movable: Collection[str],

@@ -43,7 +43,7 @@ class ScalingBreak:
     latency: float  # share of latency in the duration of this task's message
 
 
-def predict(plan: PipelinePlan, costs: Mapping[str, TaskCost], machine: Machine) -> PlanPrediction:
+def predict_plan_performance(plan: PipelinePlan, costs: Mapping[str, TaskCost], machine: Machine) -> PlanPrediction:
     """Simulate *plan*, the serial plan for comparison, and *plan* without the work on each resource."""
     run = simulate(plan, costs, machine)
 

@@ -88,7 +88,7 @@ class SimulatedThreads:
             for name in (None, *plan.streams):
                 key = ("stream", name)
                 self.queues[key] = _Queue(sum(op.stream == name for op in ops) + (name is None))
-                self.clock.start_process(Process(key, self._stream(key)))
+                self.clock.start_process(Process(key, self._simulate_stream(key)))
         self.tickets = {op.sequencer_index: itertools.count() for op in ops if op.sequencer_index is not None}
 
         self.work: list[Bar] = []  # in the order of their ends
@@ -118,13 +118,13 @@ class SimulatedThreads:
                 if op.group == MAIN:
                     yield from self._run_task(entry, op)
                 else:
-                    self._put(op.group, entry)
+                    self._push_queue_entry(op.group, entry)
             if period < 0:
                 continue
             for op in self.on_workers:
                 yield from self._wait_for_signal("done", op.index, period)
             if self.machine.device_streams:
-                self._put(("stream", None), _QueueEntry(None, period))
+                self._push_queue_entry(("stream", None), _QueueEntry(None, period))
             else:
                 self._record_iteration_end()
             if period + 1 == at_most or (self._reached_steady_state(period) and period + 1 >= at_least):
@@ -157,9 +157,9 @@ class SimulatedThreads:
         if entry.ticket is not None:
             self._set_signal("submitted", op.sequencer_index, entry.ticket)
         if self.machine.device_streams:
-            self._put(("stream", op.stream), entry)
+            self._push_queue_entry(("stream", op.stream), entry)
 
-    def _stream(self, name: Hashable) -> Body:
+    def _simulate_stream(self, name: Hashable) -> Body:
         queue = self.queues[name]
         while True:
             entry = yield from self._pop_queue_entry(queue)
@@ -218,7 +218,7 @@ class SimulatedThreads:
         if not signal.is_set:
             self.clock.set_signal(signal)
 
-    def _put(self, queue: Hashable, entry: _QueueEntry) -> None:
+    def _push_queue_entry(self, queue: Hashable, entry: _QueueEntry) -> None:
         self.queues[queue].entries.append(entry)
         if not self.queues[queue].filled.is_set:
             self.clock.set_signal(self.queues[queue].filled)

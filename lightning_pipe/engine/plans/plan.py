@@ -82,7 +82,7 @@ class PipelinePlan:
             dict.fromkeys((*self.required, *self.deps, *self.cross_iter_deps))
         )
         self._check_cycle()
-        self._check_stages()
+        self._check_stages_respect_dependencies()
         check_collective_order(name, self.tasks.values(), self.schedule, has_streams=False)
         self.max_stage = spec.max_stage
         self.pipeline_depth = self.max_stage + 1 if spec.pipeline_depth is None else spec.pipeline_depth
@@ -93,7 +93,7 @@ class PipelinePlan:
             )
         same_period = [d for d in self.dependencies if self._periods_between(d) == 0]
         for task_name in spec.order:
-            self._check_known(task_name, "order")
+            self._check_task_exists(task_name, "order")
         if spec.order:
             check_order(name, spec.order, list(self.tasks), same_period)
         stages = {task: where.stage for task, where in self.schedule.items()}
@@ -194,7 +194,7 @@ class PipelinePlan:
     def __repr__(self) -> str:
         return f"PipelinePlan({self.name!r}, tasks={len(self.tasks)}, pipeline_depth={self.pipeline_depth})"
 
-    def _check_known(self, task: str, where: str) -> None:
+    def _check_task_exists(self, task: str, where: str) -> None:
         if task not in self.tasks:
             raise PlanError(
                 f"plan {self.name!r}: {where} names the unknown task {short_repr(task)}; its tasks are"
@@ -202,14 +202,14 @@ class PipelinePlan:
             )
 
     def _dependency(self, edge: Edge, distance: int, where: str) -> Dependency:
-        self._check_known(edge[0], where)
-        self._check_known(edge[1], where)
+        self._check_task_exists(edge[0], where)
+        self._check_task_exists(edge[1], where)
         return Dependency(edge[0], edge[1], edge[2] if len(edge) == 3 else distance, f"listed in {where}")
 
     def _allow_stale_read(self, edge: Edge) -> None:
         upstream, downstream, *distance = edge
-        self._check_known(upstream, "stale")
-        self._check_known(downstream, "stale")
+        self._check_task_exists(upstream, "stale")
+        self._check_task_exists(downstream, "stale")
         matches = [
             d
             for d in self.required
@@ -241,7 +241,7 @@ class PipelinePlan:
                 f"plan {self.name!r}: the dependencies have a cycle, {' -> '.join(cycle)}; remove one of them"
             )
 
-    def _check_stages(self) -> None:
+    def _check_stages_respect_dependencies(self) -> None:
         for dependency in self.dependencies:
             if self._periods_between(dependency) >= 0:
                 continue

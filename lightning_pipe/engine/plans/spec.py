@@ -10,7 +10,7 @@ import yaml
 
 from lightning_pipe.engine.common.errors import PlanError
 from lightning_pipe.engine.common.safe_text import short_repr
-from lightning_pipe.engine.common.strict_yaml import check_keys, load_mapping
+from lightning_pipe.engine.common.strict_yaml import check_mapping_keys, load_mapping
 from lightning_pipe.engine.plans.schedule import MAIN, TaskSchedule
 from lightning_pipe.engine.plans.task import PipelineTask
 
@@ -222,4 +222,4 @@ def _load_spec_yaml(text: str) -> dict[str, Any]:
 
 
 def _parse_task_schedule(task: object, options: object) -> TaskSchedule:
-    return TaskSchedule(**check_keys(f"task {short_repr(task)} of the plan", options, tuple(_DEFAULTS)))
+    return TaskSchedule(**check_mapping_keys(f"task {short_repr(task)} of the plan", options, tuple(_DEFAULTS)))

@@ -25,7 +25,7 @@ class State(str):
         return f"State({str(self)!r})"
 
 
-def context_fields(names: Iterable[str]) -> frozenset[str]:
+def select_iter_context_fields(names: Iterable[str]) -> frozenset[str]:
     """Select the context fields from *names*, leaving out :class:`State`."""
     return frozenset(name for name in names if not isinstance(name, State))
 
@@ -82,7 +82,7 @@ class TrainingContext(IterContext):
     output: Any
 
 
-def _nothing(ctx: Any) -> Iterable[Tensor]:
+def _return_no_tensors(ctx: Any) -> Iterable[Tensor]:
     return ()
 
 
@@ -103,7 +103,7 @@ class DeclaredIO:
     capture: Callable[[Any], Any]
     restore: Callable[[Any, Any], None]
     fields: tuple[str, ...] = ()
-    upstream: Callable[[Any], Iterable[Tensor]] = _nothing
+    upstream: Callable[[Any], Iterable[Tensor]] = _return_no_tensors
 
 
 class PipelineTask:
@@ -155,7 +155,7 @@ class PipelineTask:
         self.collectives = tuple(collectives)
         self.context = context
         self.fn = (
-            CheckedTask(fn, name, context_fields(self.reads), context_fields(self.writes))
+            CheckedTask(fn, name, select_iter_context_fields(self.reads), select_iter_context_fields(self.writes))
             if is_context_check_enabled()
             else fn
         )

@@ -241,10 +241,10 @@ class TaskProfiler:
         written = []
         try:
             for _ in range(2):
-                with pipeline.observe_task_contexts(
+                with pipeline.reading_contexts_after_tasks(
                     later, _make_written_fields_snapshot_fn(pipeline.plan.tasks)
                 ) as seen:
-                    pipeline.run_one_serial_iter(self._batches[0].make_copy())
+                    pipeline.run_one_serial_iter(self._batches[0].copy_captured_value())
                 written.append(seen)
                 if self._keeper is not None:
                     self._keeper.restore(snapshot)
@@ -316,4 +316,4 @@ class _CyclicBatchIterator(Iterator[Any]):
     def __next__(self) -> Any:
         batch = self._batches[self.yielded % len(self._batches)]
         self.yielded += 1
-        return batch.make_copy()
+        return batch.copy_captured_value()

@@ -26,7 +26,7 @@ _TAGS = 2**31
 _Abandoned = dict[int, tuple[list[Any], tuple[Tensor, ...]]]
 
 
-def benefits_from_full_duplex_all_to_all(group: dist.ProcessGroup) -> bool:
+def is_multi_host_gloo_group(group: dist.ProcessGroup) -> bool:
     """Return True if *group* uses Gloo and spans several machines. All ranks of the group call this."""
     if group.size() == 1 or dist.get_backend(group) != "gloo":
         return False
@@ -37,7 +37,7 @@ def benefits_from_full_duplex_all_to_all(group: dist.ProcessGroup) -> bool:
 
 def wrap_full_duplex_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """Wrap *group*, in which no other code may ``send`` or ``recv``, for ``torch.distributed.all_to_all_single``."""
-    return cast(dist.ProcessGroup, _FullDuplexGroup(group)) if benefits_from_full_duplex_all_to_all(group) else group
+    return cast(dist.ProcessGroup, _FullDuplexGroup(group)) if is_multi_host_gloo_group(group) else group
 
 
 def unwrap_full_duplex_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
@@ -76,7 +76,7 @@ class _FullDuplexGroup:
         """Send rows of *input* to every rank, like ``ProcessGroup.all_to_all_single``."""
         if input.device != _CPU or output.device != _CPU:
             return getattr(self._group, ALL_TO_ALL_SINGLE)(output, input, output_splits, input_splits, options)
-        sent, received = self._parts(input, input_splits), self._parts(output, output_splits)
+        sent, received = self._split_by_rank(input, input_splits), self._split_by_rank(output, output_splits)
         tag = self._count % _TAGS
         self._count += 1
         peers = [(self._rank + distance) % self._size for distance in range(1, self._size)]
@@ -90,7 +90,7 @@ class _FullDuplexGroup:
     # Name of the method before PyTorch 2.13.
     alltoall_base = all_to_all_single
 
-    def _parts(self, tensor: Tensor, splits: list[int]) -> Sequence[Tensor]:
+    def _split_by_rank(self, tensor: Tensor, splits: list[int]) -> Sequence[Tensor]:
         parts: Sequence[Tensor] = torch.split(tensor, splits or [tensor.shape[0] // self._size] * self._size)
         return parts
 

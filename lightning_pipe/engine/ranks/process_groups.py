@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 import torch.distributed as dist
 
-from lightning_pipe._compat.torch import group_timeout
+from lightning_pipe._compat.torch import get_process_group_timeout
 from lightning_pipe.engine.ranks.tensors_at_exit import keep_tensors_alive_at_exit
 
 
@@ -20,13 +20,15 @@ def new_group(
     """Create a process group like ``torch.distributed.new_group``, by default with the default group's timeout."""
     keep_tensors_alive_at_exit()
     # PyTorch's own default is 30 minutes.
-    return cast(dist.ProcessGroup, dist.new_group(ranks, timeout=timeout or group_timeout(), backend=backend))
+    return cast(
+        dist.ProcessGroup, dist.new_group(ranks, timeout=timeout or get_process_group_timeout(), backend=backend)
+    )
 
 
 @contextmanager
 def inherit_default_group_timeout() -> Iterator[None]:
     """Context in which groups that other libraries make without a timeout get the default group's, not 30 minutes."""
-    timeout = group_timeout()
+    timeout = get_process_group_timeout()
     with ExitStack() as patches:
         for name in "default_pg_timeout", "default_pg_nccl_timeout":
             patches.enter_context(patch.object(dist.distributed_c10d, name, timeout))

@@ -40,7 +40,7 @@ class Snapshot(ABC):
     parts: Iterable[Snapshot] = ()
     holds_tensor = False
 
-    def make_copy(self, graft: Grafts | None = None, copies: dict[int, Any] | None = None) -> Any:
+    def copy_captured_value(self, graft: Grafts | None = None, copies: dict[int, Any] | None = None) -> Any:
         """Return a fresh copy of the value. *copies* maps the ids of nodes to the copies already made for this one."""
         copies = {} if copies is None else copies
         if id(self) not in copies:
@@ -104,7 +104,7 @@ class _CollectionSnapshot(Snapshot):
         self._build = build
 
     def _build_copy(self, graft: Grafts | None, copies: dict[int, Any]) -> Any:
-        return self._build([part.make_copy(graft, copies) for part in self.parts])
+        return self._build([part.copy_captured_value(graft, copies) for part in self.parts])
 
 
 class _ObjectSnapshot(Snapshot):
@@ -118,7 +118,7 @@ class _ObjectSnapshot(Snapshot):
     def _build_copy(self, graft: Grafts | None, copies: dict[int, Any]) -> Any:
         copied = copies[id(self)] = copy.copy(self._value)
         for name, part in self.attributes.items():
-            object.__setattr__(copied, name, part.make_copy(graft, copies))
+            object.__setattr__(copied, name, part.copy_captured_value(graft, copies))
         return copied
 
 
@@ -156,7 +156,7 @@ def _capture_value(value: Any, seen: dict[int, tuple[Any, Snapshot]]) -> Snapsho
 
 
 def _capture_object(value: Any, seen: dict[int, tuple[Any, Snapshot]]) -> Snapshot:
-    attributes = _attributes(value)
+    attributes = _get_instance_attributes(value)
     node = _ObjectSnapshot(value)
     seen[id(value)] = value, node
     for name, attribute in attributes.items():
@@ -167,7 +167,7 @@ def _capture_object(value: Any, seen: dict[int, tuple[Any, Snapshot]]) -> Snapsh
     return seen[id(value)][1]
 
 
-def _attributes(value: Any) -> dict[str, Any]:
+def _get_instance_attributes(value: Any) -> dict[str, Any]:
     slots = [name for kind in type(value).__mro__ for name in _list_slot_names(getattr(kind, "__slots__", ()))]
     slot_values = {name: getattr(value, name) for name in slots if name != "__weakref__" and hasattr(value, name)}
     return {**slot_values, **getattr(value, "__dict__", {})}

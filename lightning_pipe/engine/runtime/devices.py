@@ -25,7 +25,7 @@ class DeviceStreams:
         self._device = device
         self._named = {name: self._module.Stream(device) for name in names} if self._module else {}
 
-    def event(self) -> Any:
+    def make_event(self) -> Any:
         """Create an event for ordering streams, without timing; None without streams."""
         return self._module.Event() if self._module else None
 

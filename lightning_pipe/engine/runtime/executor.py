@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from lightning_pipe._compat.torch import is_profiler_enabled
 from lightning_pipe.engine.common.errors import TaskError
-from lightning_pipe.engine.observe.meter import Meter
+from lightning_pipe.engine.observe.meter import CallerTimeMeter
 from lightning_pipe.engine.observe.ranges import profiler_range
 from lightning_pipe.engine.observe.trace import Begun, TraceRecorder
 from lightning_pipe.engine.plans.collectives import assign_sequencers, check_collective_order
@@ -102,7 +102,7 @@ class Slot:
         self.iteration = -1
         self.ctx: IterContext | None = None
         self.done = {op.index: threading.Event() for op in operations if op.group != MAIN}
-        self.events = {op.index: streams.event() for op in operations if op.records_event}
+        self.events = {op.index: streams.make_event() for op in operations if op.records_event}
         self.lost: set[int] = set()  # tasks on workers that failed or were skipped
         for signal in self.done.values():
             signal.set()
@@ -139,7 +139,7 @@ class Executor:
         self._sequencers = [SubmissionSequencer() for _ in {op.sequencer_index for op in self.operations} - {None}]
         self._base = 0
         self.trace: TraceRecorder | None = None
-        self.meter: Meter | None = None
+        self.meter: CallerTimeMeter | None = None
         self._profiled = False
         self.failure: TaskError | None = None
         self._broken: set[str | int] = set()  # thread groups and sequences of turns in which a task failed
@@ -180,7 +180,7 @@ class Executor:
 
     def assign_slot(self, ctx: IterContext) -> Slot:
         """Assign a slot to the iteration of *ctx*."""
-        slot = self._slot(ctx.iter_idx)
+        slot = self._get_slot_of_iteration(ctx.iter_idx)
         slot.iteration = ctx.iter_idx
         slot.lost.clear()
         slot.ctx = ctx
@@ -192,7 +192,7 @@ class Executor:
             begun = time.perf_counter()
             slot.join()
             if self.meter is not None:
-                self.meter.waited(begun)
+                self.meter.add_wait_time(begun)
         if self.failure is not None:
             raise self.failure
         if self.streams.available:
@@ -237,7 +237,7 @@ class Executor:
         if self.trace and begun:
             self.trace.end_span(op.name, slot.iteration, MAIN, None, begun)
         if self.meter is not None and metered:
-            self.meter.ran(op.name, metered)
+            self.meter.add_task_time(op.name, metered)
         if shown is not None:
             shown.__exit__(None, None, None)
 
@@ -253,7 +253,7 @@ class Executor:
         if op.group != MAIN:
             slot.done[op.index].wait()
         if self.meter is not None:
-            self.meter.waited(begun)
+            self.meter.add_wait_time(begun)
         self.raise_failure()
         if op.stream is not None:
             self.streams.wait_event(slot.events[op.index])
@@ -263,7 +263,7 @@ class Executor:
         begun = time.perf_counter()
         self._call(op, slot, MAIN, None)
         if self.meter is not None:
-            self.meter.ran(op.name, begun)
+            self.meter.add_task_time(op.name, begun)
 
     def _run_here(self, op: Operation, slot: Slot) -> None:
         """Run a task of the main thread after its waits, in its turn and on its stream."""
@@ -283,7 +283,7 @@ class Executor:
                     self._broken.add(op.sequencer_index)
                 raise
             if self.meter is not None:
-                self.meter.ran(op.name, begun)
+                self.meter.add_task_time(op.name, begun)
         finally:
             if ticket is not None:
                 ticket.end()
@@ -294,7 +294,9 @@ class Executor:
         try:
             slot.done[op.index].clear()
             submitted = time.perf_counter() if self.trace else None
-            work = partial(self._work, op, slot, get_thread_state(), self.streams.current(), ticket, submitted)
+            work = partial(
+                self._run_task_on_worker, op, slot, get_thread_state(), self.streams.current(), ticket, submitted
+            )
             self._workers[op.group].submit(work)
         except BaseException as error:
             if ticket is not None:
@@ -304,7 +306,7 @@ class Executor:
             slot.done[op.index].set()
             raise
 
-    def _work(
+    def _run_task_on_worker(
         self,
         op: Operation,
         slot: Slot,
@@ -359,21 +361,21 @@ class Executor:
     def _wait(self, op: Operation, slot: Slot) -> None:
         for upstream, distance in op.cpu_waits:
             if slot.iteration - distance >= self._base:
-                self._slot(slot.iteration - distance).done[upstream].wait()
+                self._get_slot_of_iteration(slot.iteration - distance).done[upstream].wait()
         if op.device_waits:
             with self.streams.use_named_stream(op.stream):
                 for upstream, distance in op.device_waits:
                     if slot.iteration - distance >= self._base:
-                        self.streams.wait_event(self._slot(slot.iteration - distance).events[upstream])
+                        self.streams.wait_event(self._get_slot_of_iteration(slot.iteration - distance).events[upstream])
 
     def _wait_here(self, op: Operation, slot: Slot) -> None:
         """Wait in the calling thread, and add the time to the meter if there is one."""
         begun = time.perf_counter()
         self._wait(op, slot)
         if self.meter is not None:
-            self.meter.waited(begun)
+            self.meter.add_wait_time(begun)
 
-    def _slot(self, iteration: int) -> Slot:
+    def _get_slot_of_iteration(self, iteration: int) -> Slot:
         return self._slots[iteration % len(self._slots)]
 
     # ------------------------------------------------------------------ failures and end
@@ -396,7 +398,9 @@ class Executor:
         """Return True if a task failed that *op* depends on, that its thread ran, or that had its turn before it."""
         if not self._broken.isdisjoint((op.group, op.sequencer_index)):
             return True
-        reads = ((self._slot(slot.iteration - distance), upstream) for upstream, distance in op.cpu_waits)
+        reads = (
+            (self._get_slot_of_iteration(slot.iteration - distance), upstream) for upstream, distance in op.cpu_waits
+        )
         return any(upstream in upstream_slot.lost for upstream_slot, upstream in reads)
 
     def wait_for_workers(self) -> None:

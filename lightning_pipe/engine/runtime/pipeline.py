@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from lightning_pipe.engine.common.errors import PlanError
 from lightning_pipe.engine.observe.device_clock import DeviceClock
-from lightning_pipe.engine.observe.meter import Meter
+from lightning_pipe.engine.observe.meter import CallerTimeMeter
 from lightning_pipe.engine.observe.trace import TaskSpan, TraceRecorder
 from lightning_pipe.engine.plans.plan import PipelinePlan
 from lightning_pipe.engine.plans.schedule import MAIN
@@ -41,12 +41,12 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def ends_on_interrupt(
+def end_pipeline_on_interrupt(
     method: Callable[Concatenate[SWPipeline, P], T],
 ) -> Callable[Concatenate[SWPipeline, P], T]:
     """Let an interrupt end the pipeline: between any two lines, it may leave the state inconsistent.
 
-    ``begin``, ``run_until`` and ``finish``, which every batch calls, do the same without this function's call.
+    ``begin_period``, ``run_until`` and ``finish_period``, which every batch calls, do the same by themselves.
     """
 
     @functools.wraps(method)
@@ -155,7 +155,7 @@ class SWPipeline:
             retired.append(self.progress(nothing))
         return retired
 
-    @ends_on_interrupt
+    @end_pipeline_on_interrupt
     def abandon(self) -> int:
         """Abandon all batches in flight without training them, after the workers have finished their submitted tasks.
 
@@ -176,7 +176,7 @@ class SWPipeline:
         if self._in_flight:
             self._executor.wait_for_workers()
 
-    @ends_on_interrupt
+    @end_pipeline_on_interrupt
     def run_one_serial_iter(self, batch: Any, idx: int | None = None) -> IterContext:
         """Run all tasks for *batch* sequentially, in serial order, in the calling thread.
 
@@ -201,7 +201,7 @@ class SWPipeline:
 
     # ------------------------------------------------------------------ a period in steps, for a caller with hooks
 
-    @ends_on_interrupt
+    @end_pipeline_on_interrupt
     def fill_pipeline(self, data_iter: Iterator[Any]) -> None:
         """Start the iterations that run ahead, so that the next period can train the oldest one.
 
@@ -227,7 +227,7 @@ class SWPipeline:
             self._record_interrupt(error)
             raise
 
-    @ends_on_interrupt
+    @end_pipeline_on_interrupt
     def begin_serial_period(self, data_iter: Iterator[Any]) -> IterContext:
         """Open a period that runs one new iteration alone: all tasks in serial order in the calling thread."""
         self._check_usable()
@@ -242,7 +242,7 @@ class SWPipeline:
 
         Does nothing if *task* has already run.
         """
-        self._check_running()
+        self._check_period_open()
         end = self._position(task) + 1
         executor, calls, in_flight = self._executor, self._calls, self._in_flight
         op: Operation | None = None
@@ -269,13 +269,13 @@ class SWPipeline:
             failure = executor.record_failure(error, *where)
             raise failure from failure.__cause__
 
-    @ends_on_interrupt
+    @end_pipeline_on_interrupt
     def wait_for(self, task: str) -> None:
         """Wait until a task that ran ahead has run for the batch of the open period, in whatever thread it runs.
 
         The current stream waits for the task's work on its stream.
         """
-        self._check_running()
+        self._check_period_open()
         position = self._position(task)
         op = self._calls[position][-1]
         if self._cursor <= position and (self._serial or not op.stage):
@@ -285,7 +285,7 @@ class SWPipeline:
         if not self._serial:
             self._executor.wait_for(op, self._in_flight[self._trained])
 
-    @ends_on_interrupt
+    @end_pipeline_on_interrupt
     def begin_caller_task(self, task: str) -> IterContext:
         """Run all tasks before *task* and wait for its dependencies, so that the caller can do its work.
 
@@ -293,7 +293,7 @@ class SWPipeline:
         :meth:`end_caller_task` afterwards. Only tasks of stage 0 in the group "main" and on the current stream can be
         run in this way. A globally ordered task holds its turn until then.
         """
-        self._check_running()
+        self._check_period_open()
         target = self._position(task)
         op = self._calls[target][-1]
         if isinstance(op.fn, Shortcut):
@@ -316,7 +316,7 @@ class SWPipeline:
         assert slot.ctx is not None
         return slot.ctx
 
-    @ends_on_interrupt
+    @end_pipeline_on_interrupt
     def end_caller_task(self, task: str) -> None:
         """End a task that :meth:`begin_caller_task` began."""
         if self._begun is None or self._begun[0].name != task:
@@ -388,7 +388,7 @@ class SWPipeline:
                 op.fn = self.plan.tasks[op.name].fn
 
     @contextmanager
-    def observe_task_contexts(
+    def reading_contexts_after_tasks(
         self, tasks: Iterable[str], read: Callable[[str, IterContext], Mapping[K, V]]
     ) -> Iterator[dict[K, V]]:
         """Read the context after each run of some tasks. Enter and leave between periods.
@@ -431,7 +431,7 @@ class SWPipeline:
         check_agreement([(name, "") for name in sorted(names)], f"list of {what}", self._group)
         for name in names:
             if name not in self.plan.tasks:
-                self._refuse_unknown(name)
+                self._raise_unknown_task_error(name)
         # Submitted tasks finish with their current functions, so that all ranks change functions at the same point.
         self.wait_for_workers()
         return names
@@ -439,12 +439,12 @@ class SWPipeline:
     # ------------------------------------------------------------------ trace and end
 
     @property
-    def meter(self) -> Meter | None:
+    def meter(self) -> CallerTimeMeter | None:
         """Meter of the calling thread's time (default None)."""
         return self._executor.meter
 
     @meter.setter
-    def meter(self, meter: Meter | None) -> None:
+    def meter(self, meter: CallerTimeMeter | None) -> None:
         self._executor.meter = meter
         self._executor.compile()
 
@@ -525,7 +525,7 @@ class SWPipeline:
             failure = self._executor.record_failure(error, "data iterator", self._fetched, self.plan.max_stage)
             raise failure from failure.__cause__
         if self._executor.meter is not None:
-            self._executor.meter.fetched(begun)
+            self._executor.meter.add_fetch_time(begun)
         self._start_iteration(batch)
         return True
 
@@ -544,10 +544,10 @@ class SWPipeline:
     def _position(self, task: str) -> int:
         positions = self._serial_positions if self._serial else self._positions
         if task not in positions:
-            self._refuse_unknown(task)
+            self._raise_unknown_task_error(task)
         return positions[task]
 
-    def _refuse_unknown(self, task: str) -> NoReturn:
+    def _raise_unknown_task_error(self, task: str) -> NoReturn:
         raise PlanError(f"the plan has no task {task!r}; its tasks are {', '.join(self.plan.tasks)}")
 
     def _check_usable(self) -> None:
@@ -555,14 +555,14 @@ class SWPipeline:
         if self._closed or self._executor.failure is not None:
             self._refuse()
         if self._open:
-            raise PlanError(f"the period of iteration {self._trained} is open; call finish() or abandon() first")
+            raise PlanError(f"the period of iteration {self._trained} is open; call finish_period() or abandon() first")
 
-    def _check_running(self) -> None:
+    def _check_period_open(self) -> None:
         """Raise an error unless the open period can continue."""
         if self._closed or self._executor.failure is not None:
             self._refuse()
         if not self._open:
-            raise PlanError("no period is open; call begin(data_iter) first")
+            raise PlanError("no period is open; call begin_period(data_iter) first")
         if self._begun is not None:
             name = self._begun[0].name
             raise PlanError(

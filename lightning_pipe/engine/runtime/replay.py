@@ -79,9 +79,9 @@ class Shortcut:
         upstream = self._collect_inputs_requiring_grad(ctx) if torch.is_grad_enabled() else None
         give = None if upstream is None else partial(attach_upstream_with_zero_grads, upstream=upstream)
         # Fields are set first and deleted last, because restore() may use fields that the task sets or deletes.
-        vars(ctx).update(run.produced.make_copy(give))
+        vars(ctx).update(run.produced.copy_captured_value(give))
         for io, effect in run.effects:
-            io.restore(ctx, effect.make_copy(give))
+            io.restore(ctx, effect.copy_captured_value(give))
         for name in run.deleted:
             vars(ctx).pop(name, None)
 

@@ -67,7 +67,7 @@ def _run_queued_calls(queue: SimpleQueue[Callable[[], None] | None]) -> None:
 
 
 @atexit.register
-def _end_workers() -> None:
+def _end_worker_threads_at_exit() -> None:
     """End the workers of unclosed pipelines, which would abort the process if PyTorch returned to Python later."""
     queues, deadline = dict(_queues), time.monotonic() + _EXIT_TIMEOUT
     for queue in queues.values():

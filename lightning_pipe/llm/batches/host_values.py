@@ -36,7 +36,7 @@ class HostSourceTracker(TorchFunctionMode):
         self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func in (Tensor.to, Tensor.cuda) and not _on_device(args[0]) and _on_device(result):
+        if func in (Tensor.to, Tensor.cuda) and not _is_device_tensor(args[0]) and _is_device_tensor(result):
             source = args[0]
             # Tensors of inference mode do not count their changes.
             if source.dtype == result.dtype and not (source.is_inference() or result.is_inference()):
@@ -55,7 +55,7 @@ def values_on_host(batch: Any, copies: HostSourceTracker) -> Any:
     """Return a batch with its tensors on the host, or the batch itself if none is on a device."""
     parts = [batch] if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else []
     values = [value for part in parts if isinstance(part, Mapping) for value in part.values()]
-    device_values = {id(value): value for value in values if _on_device(value)}
+    device_values = {id(value): value for value in values if _is_device_tensor(value)}
     if not device_values:
         return batch
     host_copies = {key: copies.find_host_tensor(value) for key, value in device_values.items()}
@@ -74,5 +74,5 @@ def values_on_host(batch: Any, copies: HostSourceTracker) -> Any:
     return on_host[0] if isinstance(batch, Mapping) else on_host
 
 
-def _on_device(value: Any) -> bool:
+def _is_device_tensor(value: Any) -> bool:
     return isinstance(value, Tensor) and value.device.type != "cpu"

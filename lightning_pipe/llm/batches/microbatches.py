@@ -71,7 +71,7 @@ def split_batch(
     )
 
 
-def take_rows(batch: Mapping[str, Any], start: int, count: int, rows: int, padding: PadValues) -> dict[str, Any]:
+def slice_batch_rows(batch: Mapping[str, Any], start: int, count: int, rows: int, padding: PadValues) -> dict[str, Any]:
     """Take ``count`` of a batch's ``rows``, from ``start``; values without as many rows are unchanged."""
     return {
         key: value.narrow(dim, start, count) if dim is not None and value.shape[dim] == rows else value
@@ -116,7 +116,7 @@ def _split_rows_into_microbatches(
     rows = _count_rows(batch, keys)
     if num_microbatches == 1:
         return MicroBatches([dict(batch)], rows, 0)
-    _check_can_be_cut(batch, rows, num_microbatches, keys)
+    _check_batch_can_be_split(batch, rows, num_microbatches, keys)
     size = -(-rows // num_microbatches)
     missing = size * num_microbatches - rows
     if missing and strict:
@@ -132,7 +132,7 @@ def _split_rows_into_microbatches(
             added = torch.full_like(last, keys.labels) if key == "labels" else last
             padded[key] = torch.cat([value, *[added] * missing], dim)
     starts = range(0, rows + missing, size)
-    items = [take_rows(padded, start, size, rows + missing, keys) for start in starts]
+    items = [slice_batch_rows(padded, start, size, rows + missing, keys) for start in starts]
     return MicroBatches(items, rows, missing)
 
 
@@ -145,7 +145,7 @@ def _count_rows(batch: Mapping[str, Any], keys: PadValues) -> int:
     return rows
 
 
-def _check_can_be_cut(batch: Mapping[str, Any], rows: int, num_microbatches: int, keys: PadValues) -> None:
+def _check_batch_can_be_split(batch: Mapping[str, Any], rows: int, num_microbatches: int, keys: PadValues) -> None:
     for key, value, dim in _iter_items_with_row_dim(batch, keys):
         if keys.chunk_dims.get(key, 0) is None:
             continue

@@ -48,7 +48,7 @@ class PadValues:
         """Dimension of the rows; the next one is the length."""
         return self.chunk_dims.get(key, 0) or 0
 
-    def rows_and_length(self, micro_batch: Mapping[str, Any]) -> tuple[int, int]:
+    def get_microbatch_rows_and_length(self, micro_batch: Mapping[str, Any]) -> tuple[int, int]:
         """Rows and length of a micro-batch; (0, 0) if it has no sequences."""
         sequences = {
             key: micro_batch[key] for key in self.pad_value_by_key() if isinstance(micro_batch.get(key), Tensor)

@@ -25,10 +25,16 @@ from lightning_pipe.llm.measure.links import Link
 from lightning_pipe.llm.measure.rank_memory import RankMemory, ShardCounts, estimate_memory, pieces_of_stage
 from lightning_pipe.llm.model.module_config import PPModuleConfig
 from lightning_pipe.llm.schedules.checks import check_microbatches
-from lightning_pipe.llm.schedules.simulation import Actions, Kind, ScheduleTimeline, list_compute_actions, simulate
+from lightning_pipe.llm.schedules.simulation import (
+    Actions,
+    Kind,
+    ScheduleTimeline,
+    list_compute_actions,
+    simulate_schedule,
+)
 from lightning_pipe.llm.schedules.specs import SCHEDULES, ScheduleSpec, count_stages_per_rank
-from lightning_pipe.llm.schedules.timed_stage import median_durations
-from lightning_pipe.llm.split.stage_fqns import split_by_cost, split_evenly
+from lightning_pipe.llm.schedules.timed_stage import compute_median_stage_durations
+from lightning_pipe.llm.split.stage_fqns import split_by_cost, split_layers_evenly
 
 # Micro-batches per rank: with fewer, most ranks are idle; with more, each is small and the bubble negligible.
 _LEAST, _MOST = 1, 8
@@ -152,7 +158,7 @@ def _iter_candidate_layer_splits(
     costs = compute_time_costs(work)
     splits = [layer_counts(config, split_by_cost(config, num_stages, costs.layers, costs.input or 0.0, costs.output))]
     with suppress(SetupError):  # the weights of input and output modules exceed the layers
-        splits.append(layer_counts(config, split_evenly(config, num_stages)))
+        splits.append(layer_counts(config, split_layers_evenly(config, num_stages)))
     if by_memory:
         # Micro-batches that a stage in the middle of 1F1B keeps.
         live_microbatches = min(count, 1 + num_stages // 2)
@@ -206,7 +212,7 @@ def predict_schedule(
     """Predict the duration, bubble and memory of a candidate's step."""
     corrections = calibration or Calibration()
     actions = list_compute_actions(candidate.spec, pp_size, candidate.num_microbatches, candidate.stages_per_rank)
-    timeline = _timeline(candidate, actions, measured, corrections)
+    timeline = _simulate_candidate_timeline(candidate, actions, measured, corrections)
     footprints = measured.footprints[candidate.num_microbatches]
     memory = estimate_memory(
         actions, candidate.layers_per_stage, footprints, measured.optimizer_bytes, sharing=measured.sharing
@@ -216,7 +222,7 @@ def predict_schedule(
     )
 
 
-def _timeline(
+def _simulate_candidate_timeline(
     candidate: ScheduleCandidate, actions: Actions, measured: Measurements, calibration: Calibration
 ) -> ScheduleTimeline:
     count, layers = candidate.num_microbatches, candidate.layers_per_stage
@@ -227,7 +233,7 @@ def _timeline(
         for direction in ((first, second), (second, first))
     }
     durations = stage_durations(measured.work[count], layers, calibration.scales)
-    return simulate(actions, durations, messages, calibration.overhead)
+    return simulate_schedule(actions, durations, messages, calibration.overhead)
 
 
 def fit_calibration_to_real_steps(
@@ -242,7 +248,7 @@ def fit_calibration_to_real_steps(
     for candidate, events, seconds in runs:
         expected = stage_durations(measured.work[candidate.num_microbatches], candidate.layers_per_stage)
         busiest: dict[Kind, tuple[float, float]] = {}
-        for (stage, kind), duration in median_durations(bar for row in events for bar in row).items():
+        for (stage, kind), duration in compute_median_stage_durations(bar for row in events for bar in row).items():
             for work_kind in _KINDS:
                 if kind == work_kind and expected[stage, work_kind] > 0.0:
                     actual, predicted = busiest.get(work_kind, (0.0, 0.0))

@@ -156,7 +156,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 " whole logits instead"
             )
         hidden, weight, bias, labels = ctx.saved_tensors
-        needs_hidden, needs_weight, needs_bias = (_backward_needs_input_grad(ctx, index) for index in range(3))
+        needs_hidden, needs_weight, needs_bias = (_running_backward_needs_arg_grad(ctx, index) for index in range(3))
         head, offset = _cast(weight, ctx.compute), _cast(bias, ctx.compute)
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
         grad_weight = _make_zero_gradient_sum(weight) if needs_weight else None
@@ -189,7 +189,7 @@ def _gradient_of_logits(logits: Tensor, labels: Tensor, gradient: Tensor, ignore
     return result.mul_(gradient).masked_fill_(~counts[:, None], 0.0)
 
 
-def _backward_needs_input_grad(ctx: Any, index: int) -> bool:
+def _running_backward_needs_arg_grad(ctx: Any, index: int) -> bool:
     """Return True if the running backward computes the gradient of this argument.
 
     Schedules that split the backward run it once for the inputs and once for the weights. ``needs_input_grad`` is fixed

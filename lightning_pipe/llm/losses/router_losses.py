@@ -62,7 +62,7 @@ class RouterLosses:
 
         Use it for a main loss on the same device that is divided or scaled later.
         """
-        followed: Tensor = _ScaleWithLoss.apply(loss, self)
+        followed: Tensor = _SetScaleFromLossGrad.apply(loss, self)
         return followed
 
 
@@ -146,7 +146,7 @@ class _RouterLossState:
         z = (self._weights * flat.logsumexp(-1, keepdim=True).square()).sum()
         losses._recorded.append(torch.stack([balance, z]))
 
-    def gradient(self, logits: Tensor) -> Tensor:
+    def compute_logits_gradient(self, logits: Tensor) -> Tensor:
         """Gradient of the losses with respect to the logits, in their shape."""
         flat = _flatten_logits_as_float32(logits)
         probabilities = flat.softmax(-1)
@@ -183,13 +183,13 @@ class _AttachRouterLosses(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         (logits,) = ctx.saved_tensors
-        grad_losses = None if ctx.passage is None else ctx.passage.gradient(logits).to(logits.dtype)
+        grad_losses = None if ctx.passage is None else ctx.passage.compute_logits_gradient(logits).to(logits.dtype)
         if ctx.has_weights:
             return grad_losses, gradient, None
         return gradient if grad_losses is None else gradient + grad_losses, None, None
 
 
-class _ScaleWithLoss(torch.autograd.Function):
+class _SetScaleFromLossGrad(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, loss: Tensor, losses: RouterLosses) -> Tensor:
         ctx.losses = losses

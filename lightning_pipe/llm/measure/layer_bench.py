@@ -16,8 +16,13 @@ from torch import Tensor, nn
 
 from lightning_pipe._compat.torch import tree_leaves
 from lightning_pipe.llm.model.module_config import PPModuleConfig
-from lightning_pipe.llm.model.shapes import signature
-from lightning_pipe.llm.model.stage_module import StageModule, make_stage, replace_module_tensors, shallow_copy
+from lightning_pipe.llm.model.shapes import make_shape_cache_key
+from lightning_pipe.llm.model.stage_module import (
+    StageModule,
+    copy_model_sharing_tensors,
+    make_stage_module,
+    replace_module_tensors,
+)
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -70,31 +75,31 @@ class LayerBench:
     layer_key: Callable[[int], Any] = lambda index: None
     within: Callable[[], AbstractContextManager[Any]] = nullcontext
 
-    def measure(self, loss_of: LossOf, question: Callable[[ModelPiece], T]) -> ModelPieceResults[T]:
+    def measure_each_piece(self, loss_of: LossOf, question: Callable[[ModelPiece], T]) -> ModelPieceResults[T]:
         """Measure each piece; layers with equal class, tensors, plain attributes and inputs are measured once."""
         config = self.config
         inputs, first = self.args, None
         if config.input_fqns:
-            first, inputs = self._measure_piece(self._piece(config.input_fqns, 0, inputs), question)
-        empty, _ = self._measure_piece(self._piece((), 1, inputs), question)
+            first, inputs = self._measure_piece(self._build_piece(config.input_fqns, 0, inputs), question)
+        empty, _ = self._measure_piece(self._build_piece((), 1, inputs), question)
         layers: list[T] = []
         measured: dict[Any, tuple[T, tuple[Tensor, ...]]] = {}
         described = _make_layer_cost_keys([self.model.get_submodule(name) for name in config.layer_fqns])
         for index, (name, description) in enumerate(zip(config.layer_fqns, described, strict=True)):
-            key = (description, tuple(map(signature, inputs)), self.layer_key(index))
+            key = (description, tuple(map(make_shape_cache_key, inputs)), self.layer_key(index))
             if key not in measured:
-                measured[key] = self._measure_piece(self._piece((name,), 1, inputs), question)
+                measured[key] = self._measure_piece(self._build_piece((name,), 1, inputs), question)
             result, inputs = measured[key]
             layers.append(result)
-        last, _ = self._measure_piece(self._piece(config.output_fqns, 2, inputs, loss_of), question)
+        last, _ = self._measure_piece(self._build_piece(config.output_fqns, 2, inputs, loss_of), question)
         return ModelPieceResults(empty, first, tuple(layers), last)
 
     def _measure_piece(self, piece: ModelPiece, question: Callable[[ModelPiece], T]) -> tuple[T, tuple[Tensor, ...]]:
         """Measurement of a piece, and placeholders of its outputs."""
         with self.within():
-            return question(piece), tuple(map(_hidden_like, piece.run(*piece.inputs)))
+            return question(piece), tuple(map(_rand_hidden_states_like, piece.run(*piece.inputs)))
 
-    def _piece(
+    def _build_piece(
         self,
         names: Sequence[str],
         stage_index: int,
@@ -102,7 +107,7 @@ class LayerBench:
         loss_of: LossOf | None = None,
     ) -> ModelPiece:
         """Build one of three stages, which holds the input modules, a layer, or the output modules."""
-        stage = make_stage(shallow_copy(self.model), self.config, names, stage_index, 3).train()
+        stage = make_stage_module(copy_model_sharing_tensors(self.model), self.config, names, stage_index, 3).train()
         stage.balance = None  # sums of routers cost little
         with self.within():
             randomize_module_tensors(stage, self.device)
@@ -134,7 +139,7 @@ def _rand_uniform_like(tensor: Tensor, device: torch.device, low: float, high: f
     return bare.uniform_(low, high, generator=generator) if bare.is_floating_point() else bare
 
 
-def _hidden_like(output: Tensor) -> Tensor:
+def _rand_hidden_states_like(output: Tensor) -> Tensor:
     return _rand_uniform_like(output, output.device, -1.0, 1.0).requires_grad_(output.is_floating_point())
 
 

@@ -50,7 +50,7 @@ def _subtract_empty_stage_cost(costs: ModelPieceResults[float]) -> ModelPieceRes
     return ModelPieceResults.map(lambda cost: max(cost - costs.empty, 0.0), costs)
 
 
-def measure_costs(
+def measure_layer_costs(
     model: nn.Module,
     config: PPModuleConfig,
     args: tuple[Any, ...],

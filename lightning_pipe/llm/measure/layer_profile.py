@@ -94,7 +94,7 @@ def measure_layer_times(
     watch = _PieceTimer(clock, device, parts)
     bench = LayerBench(model, config, args, kwargs, device, prepare, varies)
     with torch.random.fork_rng(devices=[] if device.type == "cpu" else [device]), torch.enable_grad():
-        return bench.measure(loss_of, watch.time_piece)
+        return bench.measure_each_piece(loss_of, watch.time_piece)
 
 
 class _PieceTimer:
@@ -163,7 +163,7 @@ def measure_footprints(
             converted_args, converted_kwargs = tree_map_only(Tensor, convert, (args, dict(kwargs)))
         bench = LayerBench(model, config, converted_args, converted_kwargs, _CPU, prepare, varies, context)
         with torch.random.fork_rng(devices=[]), torch.enable_grad():
-            return bench.measure(loss_of, _measure_footprint)
+            return bench.measure_each_piece(loss_of, _measure_piece_footprint)
 
     try:
         return measure_pieces_on_cpu(_empty_cpu_like, fake_tensor_modes)
@@ -178,7 +178,7 @@ def _empty_cpu_like(tensor: Tensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", requires_grad=tensor.requires_grad)
 
 
-def _measure_footprint(piece: ModelPiece) -> Footprint:
+def _measure_piece_footprint(piece: ModelPiece) -> Footprint:
     parameters = {id(parameter): parameter for module in piece.modules for parameter in module.parameters()}.values()
     buffers = {id(buffer): buffer for module in piece.modules for buffer in module.buffers()}.values()
     for parameter in piece.stage.parameters():

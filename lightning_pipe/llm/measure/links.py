@@ -47,14 +47,17 @@ def measure_links(
     for first, second in neighbor_pairs(dist.get_world_size(group)):
         if rank in (first, second):
             small_seconds, large_seconds = (
-                _one_way(group, data, rank == first, first + second - rank, clock) for data in (small, large)
+                _measure_one_way_seconds(group, data, rank == first, first + second - rank, clock)
+                for data in (small, large)
             )
             if rank == first:
                 links[first, second] = Link(small_seconds, max(large_seconds - small_seconds, 0.0) / (_LARGE - _SMALL))
     return links
 
 
-def _one_way(group: dist.ProcessGroup, data: Tensor, begins: bool, peer: int, clock: Callable[[], float]) -> float:
+def _measure_one_way_seconds(
+    group: dist.ProcessGroup, data: Tensor, begins: bool, peer: int, clock: Callable[[], float]
+) -> float:
     durations = []
     for _ in range(_WARM_UPS + _ROUND_TRIPS):
         begin = clock()

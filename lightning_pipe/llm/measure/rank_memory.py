@@ -75,7 +75,7 @@ class _ShardedBytes(NamedTuple):
     gathered: int
 
     @classmethod
-    def from_sizes(cls, size: int, experts: int, tensor: int, sharing: ShardCounts) -> _ShardedBytes:
+    def from_unsharded_size(cls, size: int, experts: int, tensor: int, sharing: ShardCounts) -> _ShardedBytes:
         common, experts = _ceil_div(size - experts, tensor), _ceil_div(experts, tensor)
         local = _ceil_div(common, sharing.shard) + _ceil_div(experts, max(sharing.shard, sharing.expert))
         # FSDP2 shards experts over the ranks that hold the same ones.
@@ -94,7 +94,9 @@ class _PieceMemory(NamedTuple):
         """Memory of a piece on one rank; experts have the same share of gradients and states as of parameters."""
 
         def compute_sharded_bytes(size: int) -> _ShardedBytes:
-            return _ShardedBytes.from_sizes(size, size * piece.experts // max(piece.parameters, 1), tensor, sharing)
+            return _ShardedBytes.from_unsharded_size(
+                size, size * piece.experts // max(piece.parameters, 1), tensor, sharing
+            )
 
         return cls(
             compute_sharded_bytes(piece.parameters),

@@ -186,7 +186,7 @@ class _CheckpointedForward:
         tensors = [value for value in tree_leaves(inputs) if isinstance(value, Tensor)]
         self._run: Callable[[], Any] | None = run
         self._versions = [(value, value._version) for value in tensors if not value.is_inference()]
-        self._contexts = [*_thread_state(tensors), _capture_rng_for_restore(tensors), *contexts]
+        self._contexts = [*_make_thread_state_contexts(tensors), _capture_rng_for_restore(tensors), *contexts]
         self._saved: list[weakref.ref[_SavedTensorPlaceholder]] = []
 
     def pack_saved_tensor(self, tensor: Tensor) -> _SavedTensorPlaceholder:
@@ -243,7 +243,7 @@ def _make_recompute_mismatch_error(difference: str) -> SetupError:
 # ---------------------------------------------------------------------- what was there in the forward
 
 
-def _thread_state(tensors: Sequence[Tensor]) -> list[AbstractContextManager[Any]]:
+def _make_thread_state_contexts(tensors: Sequence[Tensor]) -> list[AbstractContextManager[Any]]:
     """Contexts that restore the current autocast and function modes."""
     autocasts = [
         torch.autocast(

@@ -25,9 +25,9 @@ from lightning_pipe.llm.losses.balance_loss import BalanceLoss
 from lightning_pipe.llm.model.built_stages import HandBuiltStages
 from lightning_pipe.llm.model.module_config import NEEDED, PPModuleConfig, TrialRun, is_inside
 from lightning_pipe.llm.model.shapes import find_failing_module
-from lightning_pipe.llm.model.slots import PassThroughNonLayerModule, is_causal_lm, token_width
+from lightning_pipe.llm.model.slots import PassThroughNonLayerModule, get_token_embedding_width, is_causal_lm
 from lightning_pipe.llm.model.stage_module import (
-    base_model,
+    get_hf_base_model,
     output_tensor,
     replace_module_tensors,
     sentinel_like,
@@ -55,11 +55,11 @@ def derive_pp_module_config(model: nn.Module) -> PPModuleConfig:
             f"{type(model).__name__} does not say what its stages are made of, and is neither an nn.Sequential nor a"
             f" Hugging Face causal LM. Expected: {NEEDED}"
         )
-    config.check(model)
+    config.check_against_model(model)
     return config
 
 
-def refine_config_by_trial(model: nn.Module, config: PPModuleConfig) -> PPModuleConfig:
+def refine_module_config_by_trial_run(model: nn.Module, config: PPModuleConfig) -> PPModuleConfig:
     """Config with modules where a trial run of a Hugging Face causal LM calls them; other models keep their config."""
     if not is_causal_lm(model) or config.trial is not None:
         return config
@@ -94,7 +94,7 @@ def refine_config_by_trial(model: nn.Module, config: PPModuleConfig) -> PPModule
 def returns_head_results(model: nn.Module) -> bool:
     """Return True if a Hugging Face causal LM is known to return the results of its head unchanged, as its logits."""
     try:
-        trial = refine_config_by_trial(model, derive_pp_module_config(model)).trial
+        trial = refine_module_config_by_trial_run(model, derive_pp_module_config(model)).trial
     except SetupError:  # the model may still be trained on one device
         return False
     return trial is not None and trial.logits_plain
@@ -103,7 +103,9 @@ def returns_head_results(model: nn.Module) -> bool:
 def _derive_causal_lm_pp_config(model: nn.Module) -> PPModuleConfig:
     """Config of a Hugging Face causal LM, from its structure and the order in which a trial run calls its modules."""
     names = {id(module): name for name, module in model.named_modules()}
-    lists = {names[id(module)]: module for module in base_model(model).modules() if isinstance(module, nn.ModuleList)}
+    lists = {
+        names[id(module)]: module for module in get_hf_base_model(model).modules() if isinstance(module, nn.ModuleList)
+    }
     outermost = {name: layers for name, layers in lists.items() if not is_inside(name, lists.keys() - {name})}
     if not outermost:
         raise SetupError(f"{type(model).__name__} has no ModuleList of layers. Expected: {NEEDED}")
@@ -121,8 +123,8 @@ def _derive_causal_lm_pp_config(model: nn.Module) -> PPModuleConfig:
         outer_fqns = tuple(key for key in beside if key not in buffers)
         config = PPModuleConfig(len(outermost[name]), name, outer_fqns, (), tuple(buffers))
         try:
-            config.check(model)
-            return refine_config_by_trial(model, config)
+            config.check_against_model(model)
+            return refine_module_config_by_trial_run(model, config)
         except SetupError as error:
             failures.append(error)
     text = str(failures[0])
@@ -164,7 +166,7 @@ def _run_trial_without_layers(model: nn.Module, layers: Sequence[str], outer_fqn
                 failures.append((len(shell.calls), f"with its modules replaced, {fails}"))
                 continue
         first, later = runs[0], runs[-1]
-        problems = [next(_find_problems(layers, first, run), None) for run in runs]
+        problems = [next(_find_layer_split_problems(layers, first, run), None) for run in runs]
         if not any(problems) and first.names_after_last_layer != runs[2].names_after_last_layer:
             used = ", ".join(sorted(first.names_after_last_layer ^ runs[2].names_after_last_layer))
             problems = [f"after its layers its forward uses {used} or not, by token ids; the last stage has none"]
@@ -216,12 +218,12 @@ class _ModelWithReplacedLayers:
 
     def __init__(self, model: nn.Module, layers: Sequence[str], outer_fqns: Sequence[str], results: int) -> None:
         self.calls: list[_Call] = []
-        self._width, self._runs, memo = token_width(model), 0, dict[int, Any]()
+        self._width, self._runs, memo = get_token_embedding_width(model), 0, dict[int, Any]()
         for name in (*outer_fqns, *layers):
             module = model.get_submodule(name)
             slot = memo[id(module)] = PassThroughNonLayerModule(module, self._width)
             arguments = tuple(inspect.signature(module.forward).parameters)
-            note = partial(self._note, name, arguments, results if name in set(layers) else None)
+            note = partial(self._record_call, name, arguments, results if name in set(layers) else None)
             slot.register_forward_hook(note, with_kwargs=True)
         for module in model.modules():
             values = (*module._parameters.values(), *module._buffers.values(), *vars(module).values())
@@ -232,7 +234,7 @@ class _ModelWithReplacedLayers:
     def run_model(self, *, tokens: bool, with_head: bool) -> _RecordedModelRun:
         """Run the model on token ids or on embeddings, with or without what follows its base model."""
         self._runs, self.calls = self._runs + 1, []
-        base = base_model(self.model)
+        base = get_hf_base_model(self.model)
         model: Any = self.model if with_head else base
         # The last token is padding: a mask that a model derives from it is not that of later stages.
         padding = getattr(self.model.config, "pad_token_id", None) or 0
@@ -244,7 +246,7 @@ class _ModelWithReplacedLayers:
         with BalanceLoss.capture_router_logits(base):
             return _RecordedModelRun(self.calls, embeddings, output_tensor(model(**inputs)))
 
-    def _note(
+    def _record_call(
         self, name: str, names: Sequence[str], results: int | None, slot: Any, args: Any, kwargs: Any, hidden: Any
     ) -> Any:
         """Note a call, and return the result: new values, unless the module passes its input through."""
@@ -262,7 +264,9 @@ class _ModelWithReplacedLayers:
         return (values.view(shape) + len(self.calls)).to(dtype)
 
 
-def _find_problems(layers: Sequence[str], first: _RecordedModelRun, run: _RecordedModelRun) -> Iterator[str]:
+def _find_layer_split_problems(
+    layers: Sequence[str], first: _RecordedModelRun, run: _RecordedModelRun
+) -> Iterator[str]:
     """Reasons why stages cannot run the layers. A layer may be left out."""
     expected = "; expected only the hidden states, since stages exchange nothing else"
     called = [call.name for call in run.layer_calls]

@@ -27,8 +27,8 @@ from torch import Tensor, nn
 
 from lightning_pipe._compat.transformers import (
     WeightConversion,
-    conversions_of,
     filter_ignored_keys,
+    find_weight_conversions,
     is_pretrained_model,
     skip_weight_init,
 )
@@ -77,8 +77,8 @@ class PretrainedWeights:
     def __init__(self, folder: str | Path) -> None:
         self.folder = _check_local_folder(folder)
         self.tensors: dict[str, StoredTensor] = {}
-        for file, names in _files(self.folder).items():
-            with _open(self.folder / file) as opened:
+        for file, names in _list_weight_files(self.folder).items():
+            with _open_safetensors(self.folder / file) as opened:
                 for name in names or opened.keys():
                     header = opened.get_slice(name)
                     self.tensors[name] = StoredTensor(file, tuple(header.get_shape()), header.get_dtype())
@@ -153,7 +153,7 @@ class PretrainedWeights:
             )
             missing = needed + buffers
         problems = describe_names("missing in it", missing) + describe_names("unexpected in it", unexpected)
-        problems += _differences(results, tensors)
+        problems += _describe_tensor_mismatches(results, tensors)
         problems += describe_names("not convertible", [f"{name} (from {why})" for name, why in failed.items()])
         if problems:
             raise SetupError(
@@ -182,7 +182,7 @@ class PretrainedWeights:
                 for name in names:
                     file = self.tensors[name].file
                     if file not in opened:
-                        opened[file] = stack.enter_context(_open(self.folder / file))
+                        opened[file] = stack.enter_context(_open_safetensors(self.folder / file))
                     tensors[name] = opened[file].get_tensor(name)
                 yield tensors
 
@@ -200,7 +200,7 @@ class PretrainedWeights:
         return {name: StoredTensor(sources[0].file, tuple(tensor.shape), kind) for name, tensor in results.items()}
 
 
-def _differences(results: Mapping[str, StoredTensor], tensors: Mapping[str, Tensor]) -> list[str]:
+def _describe_tensor_mismatches(results: Mapping[str, StoredTensor], tensors: Mapping[str, Tensor]) -> list[str]:
     sizes, kinds = [], []
     for name, stored in results.items():
         tensor = tensors[name]
@@ -242,13 +242,13 @@ def pretrained_causal_lm(weights: PretrainedWeights, config: Any, attention: str
     with torch.device("meta"):
         weights.match(build_uninitialized_causal_lm(config, attention))
     model = build_uninitialized_causal_lm(config, attention)
-    load_into(model, weights)
+    load_pretrained_weights(model, weights)
     return model
 
 
 @contextmanager
 def deferred_weight_loading() -> Iterator[None]:
-    """Context in which :func:`load_into` only compares model and files, since each rank loads its part later."""
+    """Context in which :func:`load_pretrained_weights` only compares model and files: ranks load their parts later."""
     token = _LATER.set(True)
     try:
         yield
@@ -256,7 +256,9 @@ def deferred_weight_loading() -> Iterator[None]:
         _LATER.reset(token)
 
 
-def load_into(model: nn.Module, weights: PretrainedWeights, keep: Callable[[str], bool] = lambda name: True) -> None:
+def load_pretrained_weights(
+    model: nn.Module, weights: PretrainedWeights, keep: Callable[[str], bool] = lambda name: True
+) -> None:
     """Load tensors of *model* from the files. No other tensor is read.
 
     Values are converted to the dtype and device of the model's tensors. In addition to the model, only the tensors of
@@ -321,7 +323,7 @@ def _check_local_folder(folder: str | Path) -> Path:
     raise SetupError(f"{str(folder)!r} is no folder, and weights are only read from local folders. {fix}")
 
 
-def _files(folder: Path) -> dict[str, list[str] | None]:
+def _list_weight_files(folder: Path) -> dict[str, list[str] | None]:
     """Files of the folder, with the names of the tensors to read from each file; None for all tensors."""
     if (folder / _SINGLE).is_file():
         return {_SINGLE: None}
@@ -357,7 +359,7 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 
 @contextmanager
-def _open(path: Path) -> Iterator[Any]:
+def _open_safetensors(path: Path) -> Iterator[Any]:
     import safetensors
 
     try:
@@ -373,5 +375,5 @@ def _open(path: Path) -> Iterator[Any]:
 
 def _find_weight_conversions(model: nn.Module, names: Iterable[str]) -> tuple[list[WeightConversion], list[str]]:
     if is_pretrained_model(model):
-        return conversions_of(model, names)
+        return find_weight_conversions(model, names)
     return [WeightConversion((name,), (name,), None, name) for name in names], []

@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_pipe.engine.common.errors import SetupError
-from lightning_pipe.llm.model.stage_module import shallow_copy
+from lightning_pipe.llm.model.stage_module import copy_model_sharing_tensors
 
 ADAPTER = "lightning_pipe.adapter"  # key of a checkpoint for the text of the LoraConfig
 # Fields of LoraConfig that may have any value. The others change the model's inputs, other modules than the adapted
@@ -71,11 +71,11 @@ def is_adapted(model: nn.Module | None) -> bool:
     return bool(getattr(model, "peft_config", None))
 
 
-def without_adapters(model: nn.Module) -> nn.Module:
+def make_model_view_without_adapters(model: nn.Module) -> nn.Module:
     """View of a model without its adapters, under the names of the base model and with the same tensors."""
     if not is_adapted(model):
         return model
-    view = shallow_copy(model)
+    view = copy_model_sharing_tensors(model)
     for name, module in model.named_modules():
         if hasattr(module, "base_layer"):
             view.set_submodule(name, view.get_submodule(name).base_layer)  # type: ignore[arg-type]

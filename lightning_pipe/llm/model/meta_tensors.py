@@ -20,7 +20,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_pipe._compat.torch import FakeTensorMode, get_reset_parameters_method, tree_leaves
-from lightning_pipe._compat.transformers import initializer_of_modules
+from lightning_pipe._compat.transformers import get_init_weights_method
 from lightning_pipe.engine import SetupError
 from lightning_pipe.llm.model.module_config import is_inside
 from lightning_pipe.llm.model.stage_module import copy_tensor_attributes, replace_module_tensors
@@ -80,7 +80,7 @@ def initialize_modules(model: nn.Module, names: Sequence[str], keep: Callable[[s
                 for parameter in module_parameters
                 if not is_inside(first_names[id(parameter)], {name})
             ]
-            for place, initialize in _initializers(model, name) if module_parameters else ():
+            for place, initialize in _iter_module_initializers(model, name) if module_parameters else ():
                 torch.manual_seed(int.from_bytes(hashlib.sha256(f"{seed} {place}".encode()).digest()[:7]))
                 initialize()
             for parameter, value in tied:
@@ -94,7 +94,7 @@ def initialize_modules(model: nn.Module, names: Sequence[str], keep: Callable[[s
         )
 
 
-def _initializers(model: nn.Module, name: str) -> Iterator[tuple[str, Callable[[], Any]]]:
+def _iter_module_initializers(model: nn.Module, name: str) -> Iterator[tuple[str, Callable[[], Any]]]:
     """Initializers of a module and of the modules in it, in their order, with the names of their modules."""
     inner = [
         (f"{name}.{below}" if below else name, module) for below, module in model.get_submodule(name).named_modules()
@@ -109,7 +109,7 @@ def _initializers(model: nn.Module, name: str) -> Iterator[tuple[str, Callable[[
             (
                 initializer
                 for parent in reversed(parents)
-                if (initializer := initializer_of_modules(parent)) is not None
+                if (initializer := get_init_weights_method(parent)) is not None
             ),
             None,
         )

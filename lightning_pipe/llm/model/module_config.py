@@ -20,7 +20,7 @@ NEEDED = (
 
 @dataclass(frozen=True)
 class TrialRun:
-    """Result of a trial run of a Hugging Face causal LM, made by ``derived_config.refine_config_by_trial``.
+    """Result of a trial run of a Hugging Face causal LM, made by ``derived_config.refine_module_config_by_trial_run``.
 
     Attributes:
         called: names of the modules that were called on token ids, in order, once for each call.
@@ -52,7 +52,7 @@ class PPModuleConfig:
         layer_outputs: number of tensors that each listed module takes as its first positional arguments and returns as
             a tuple (default 1). Layers that take and return one tuple need no number.
         trial: what a trial run of a Hugging Face model has found out. Set by
-            ``derived_config.refine_config_by_trial``.
+            ``derived_config.refine_module_config_by_trial_run``.
     """
 
     num_layers: int
@@ -104,7 +104,7 @@ class PPModuleConfig:
         """FQNs of all modules that are assigned to stages, in the order of the forward."""
         return self.input_fqns + self.layer_fqns + self.output_fqns
 
-    def check(self, model: nn.Module) -> None:
+    def check_against_model(self, model: nn.Module) -> None:
         """Check the config against the model.
 
         Raises:

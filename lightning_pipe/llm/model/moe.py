@@ -41,7 +41,7 @@ class Experts(nn.Module):
         ]
         if torch.is_autocast_enabled(device) and tokens.dtype != torch.float64:
             tokens, *weights = (tensor.to(torch.get_autocast_dtype(device)) for tensor in (tokens, *weights))
-        if _can_group(tokens, weights):
+        if _can_use_grouped_mm(tokens, weights):
             multiply = partial(_grouped_linear, ends=counts.cumsum(0).to(torch.int32))
         else:
             # A run without data finds shapes, which are the same whoever gets the tokens.
@@ -132,7 +132,7 @@ def dispatch_and_combine(run: ExpertsFn, tokens: Tensor, chosen: Tensor, weights
     return (by_token * weights[..., None]).sum(1).to(tokens.dtype)
 
 
-def _can_group(tokens: Tensor, weights: Sequence[Tensor]) -> bool:
+def _can_use_grouped_mm(tokens: Tensor, weights: Sequence[Tensor]) -> bool:
     """Return True if ``grouped_mm`` takes these types and sizes: whole units of 16 bytes, on a GPU from Ampere on."""
     if isinstance(tokens, FakeTensor) or any(weight.dtype != tokens.dtype for weight in weights):
         return False

@@ -75,7 +75,7 @@ class RoutingReplay(TorchFunctionMode):
         super().__exit__(*error)
 
     @property
-    def recorded(self) -> Mapping[int, Tensor]:
+    def recorded_choices(self) -> Mapping[int, Tensor]:
         """Recorded choices by layer: (rows, length, k) of this rank's part of the sequences."""
         return self._recorded
 
@@ -110,7 +110,7 @@ class RoutingReplay(TorchFunctionMode):
 
     def _choose(self, block: MoEBlockInfo, scores: Tensor, k: int, dim: int = -1, *args: Any, **kwargs: Any) -> Any:
         if scores.ndim != 2 or dim not in (-1, 1) or scores.shape[1] != block.experts:
-            return torch.topk(self._group_scores(block, scores), k, dim, *args, **kwargs)
+            return torch.topk(self._make_group_scores_for_replay(block, scores), k, dim, *args, **kwargs)
         self._used = True
         expected = (*(block.tokens or scores.shape[:1]), k)
         key = self._get_record_key(block)
@@ -129,7 +129,7 @@ class RoutingReplay(TorchFunctionMode):
         chosen = chosen.reshape(-1, k).to(torch.long, copy=True)
         return torch.return_types.topk((scores.gather(1, chosen), chosen))
 
-    def _group_scores(self, block: MoEBlockInfo, scores: Tensor) -> Tensor:
+    def _make_group_scores_for_replay(self, block: MoEBlockInfo, scores: Tensor) -> Tensor:
         """Scores by which a router that limits its choice to groups of experts takes those of the replayed experts.
 
         DeepSeek-V2's gives experts of other groups the weight 0.

@@ -71,7 +71,7 @@ class StageShapes:
         """Shapes of all stages for one micro-batch."""
         leaves = tree_leaves((args, dict(kwargs)))
         key = (
-            *map(signature, leaves),
+            *map(make_shape_cache_key, leaves),
             *sorted(_list_active_autocast_dtypes({leaf.device.type for leaf in filter(_is_tensor, leaves)})),
         )
         if key not in self._cache:
@@ -86,7 +86,11 @@ class StageShapes:
             inputs, fakes = tree_map_only((Tensor, BlockMask), self._convert_to_fake, (args, kwargs))
         for index, stage in enumerate(self._stages):
             outputs = self._run(index, stage, inputs, fakes)
-            shapes.append(StageShape(tuple(map(_meta, filter(_is_tensor, inputs))), tuple(map(_meta, outputs))))
+            shapes.append(
+                StageShape(
+                    tuple(map(_convert_to_meta, filter(_is_tensor, inputs))), tuple(map(_convert_to_meta, outputs))
+                )
+            )
             if self._check is not None:
                 # Check before a later stage fails with a less helpful error.
                 sent = tuple(map(_linspace_like, outputs))
@@ -116,7 +120,7 @@ class StageShapes:
     ) -> None:
         try:
             with patch.object(torch.utils.checkpoint, "CheckpointFunction", _RaisingCheckpointFunction):
-                self._call(stage, inputs, kwargs)
+                self._call_stage_with_fake_tensors(stage, inputs, kwargs)
         except _ReentrantCheckpointError as error:
             raise SetupError(
                 f"{find_failing_module(error, _model_of(stage)) or 'the model'} of stage {index} calls"
@@ -134,7 +138,7 @@ class StageShapes:
         vars(fake).update(tree_map_only(Tensor, self._mode.from_tensor, vars(value)))
         return fake
 
-    def _call(self, stage: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _call_stage_with_fake_tensors(self, stage: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # Functions that the model itself compiles, such as FlexAttention, cannot be compiled for fake tensors.
         eager = torch.compiler.set_stance("force_eager")
         with torch.enable_grad(), torch.random.fork_rng(devices=[]), eager, self._mode, FalseTensorBoolMode():
@@ -144,7 +148,7 @@ class StageShapes:
         results: list[tuple[nn.Module, Any]] = []
         hook = register_module_forward_hook(lambda module, _, result: results.append((module, result)))
         try:
-            output = self._call(stage, inputs, kwargs)
+            output = self._call_stage_with_fake_tensors(stage, inputs, kwargs)
         except (InputError, SetupError):
             raise
         except Exception as error:
@@ -270,11 +274,11 @@ def _list_active_autocast_dtypes(device_types: set[str]) -> Iterator[str]:
             yield f"{kind} {torch.get_autocast_dtype(kind)}"
 
 
-def _meta(tensor: Tensor) -> Tensor:
+def _convert_to_meta(tensor: Tensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta", requires_grad=tensor.requires_grad)
 
 
-def signature(value: Any) -> Any:
+def make_shape_cache_key(value: Any) -> Any:
     """Description of a value that determines shapes: a tensor's shape and dtype, or the text of any other value."""
     if isinstance(value, BlockMask):
         return BlockMask, tuple(value.shape)  # its text is a picture of its blocks

@@ -109,7 +109,7 @@ def build_stand_ins(
     foreign = {name: model.get_submodule(name) for name in config.module_fqns if name not in local_fqns}
     if not is_causal_lm(model):
         return {name: PassThroughModule(module, config.layer_outputs) for name, module in foreign.items()}
-    passage, trial = StageHiddenStates(token_width(model)), config.trial
+    passage, trial = StageHiddenStates(get_token_embedding_width(model)), config.trial
     place = {name: i for i, name in enumerate(config.layer_fqns)}
     results, called = (0, config.module_fqns) if trial is None else (trial.layer_results, trial.called)
     local_layers = [index for name, index in place.items() if name in local_fqns]
@@ -129,7 +129,7 @@ def is_causal_lm(model: nn.Module) -> bool:
     return all(hasattr(model, name) for name in ("config", "base_model_prefix", "get_input_embeddings"))
 
 
-def token_width(model: nn.Module) -> int:
+def get_token_embedding_width(model: nn.Module) -> int:
     """Width of the token embedding of a Hugging Face causal LM."""
     width: int = model.get_input_embeddings().weight.shape[-1]  # type: ignore[operator]
     return width

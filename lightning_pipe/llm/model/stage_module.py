@@ -33,17 +33,17 @@ if TYPE_CHECKING:
 __all__ = [
     "PassThroughModule",
     "StageModule",
-    "base_model",
     "check_no_ops_outside_modules",
+    "copy_model_sharing_tensors",
     "copy_tensor_attributes",
+    "get_hf_base_model",
     "is_causal_lm",
-    "make_stage",
+    "make_stage_module",
     "named_parameters_and_buffers",
     "output_tensor",
     "replace_module_tensors",
     "replace_modules_of_other_stages",
     "sentinel_like",
-    "shallow_copy",
     "takes_cache",
     "tied_parameters",
 ]
@@ -76,7 +76,7 @@ class StageModule(nn.Module):
 
     def _get_model_or_base_model(self) -> nn.Module:
         # Only the last stage runs the operations of a causal LM after its base model (scaling or capping logits).
-        return self.module if self.stage_index == self.num_stages - 1 else base_model(self.module)
+        return self.module if self.stage_index == self.num_stages - 1 else get_hf_base_model(self.module)
 
     def forward(
         self,
@@ -97,7 +97,7 @@ class StageModule(nn.Module):
                 output = self._run(*args, **kwargs)
             else:
                 first, *sums = args
-                with self.balance.capture_router_logits(base_model(self.module)) as logits:
+                with self.balance.capture_router_logits(get_hf_base_model(self.module)) as logits:
                     output = self._run(first, **kwargs)
                 counted = None if losses is None else losses.token_mask
                 total = self.balance.add_router_logits_to_sums(
@@ -143,7 +143,7 @@ class StageModule(nn.Module):
         return f"stage {self.stage_index} of {self.num_stages}"
 
 
-def make_stage(
+def make_stage_module(
     model: nn.Module, config: PPModuleConfig, fqns_of_stage: Sequence[str], stage_index: int, num_stages: int
 ) -> StageModule:
     """Make a model into the stage that holds the given modules."""
@@ -165,9 +165,9 @@ def check_no_ops_outside_modules(model: nn.Module, config: PPModuleConfig, hidde
 
     Operations of a forward outside its listed modules (a scale of the embedding) would be repeated on every stage. This
     run detects them, on a copy without the model's parameters. Hugging Face causal LMs do not need it
-    (``derived_config.refine_config_by_trial``).
+    (``derived_config.refine_module_config_by_trial_run``).
     """
-    shell, failure = shallow_copy(model).train(), None
+    shell, failure = copy_model_sharing_tensors(model).train(), None
     replace_modules_of_other_stages(shell, config, ())
     # Tensors of the shell, such as rotary frequencies, may have no memory yet.
     replace_module_tensors(shell, sentinel_like)
@@ -193,7 +193,7 @@ def _same(sent: torch.Tensor, returned: Any) -> bool:
     return isinstance(returned, torch.Tensor) and returned.shape == sent.shape and torch.equal(returned, sent)
 
 
-def shallow_copy(model: nn.Module) -> nn.Module:
+def copy_model_sharing_tensors(model: nn.Module) -> nn.Module:
     """Copy of a model with new module objects over the same parameters and buffers.
 
     Several stages can be pruned from copies of one model without copying tensors.
@@ -214,7 +214,7 @@ def tied_parameters(model: nn.Module) -> list[list[str]]:
     return [names for names in groups.values() if len(names) > 1]
 
 
-def base_model(model: nn.Module) -> nn.Module:
+def get_hf_base_model(model: nn.Module) -> nn.Module:
     """Base model of a Hugging Face model, without its head."""
     base = getattr(model, str(model.base_model_prefix), None) or getattr(model, "model", model)
     assert isinstance(base, nn.Module)

@@ -30,7 +30,9 @@ class TiedParameter:
     stages: tuple[int, ...]
 
 
-def find_tied(groups: Sequence[Sequence[str]], fqns_of_stages: Sequence[Collection[str]]) -> list[TiedParameter]:
+def find_parameters_tied_across_stages(
+    groups: Sequence[Sequence[str]], fqns_of_stages: Sequence[Collection[str]]
+) -> list[TiedParameter]:
     """Those of the groups of names that more than one stage holds."""
     tied = []
     for names in groups:

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from lightning_pipe._compat.torch import tree_leaves, tree_map
 from lightning_pipe.engine.common.errors import InputError
 from lightning_pipe.llm.batches.padding import PadValues
-from lightning_pipe.llm.model.stage_module import base_model, is_causal_lm
+from lightning_pipe.llm.model.stage_module import get_hf_base_model, is_causal_lm
 from lightning_pipe.llm.parallel.ring_attention import RingAttention
-from lightning_pipe.llm.parallel.sequence_chunks import gather_sequence, shard_micro_batch
+from lightning_pipe.llm.parallel.sequence_chunks import gather_sequence_without_grad, shard_micro_batch
 from lightning_pipe.llm.parallel.ulysses import UlyssesAttention
 
 ContextMethod = Literal["ulysses", "ring"]
@@ -39,7 +39,7 @@ class ContextParallelGroup:
         """Build it for a model, or for the part of it that a rank holds."""
         if not is_causal_lm(model):
             return ContextParallelGroup(group, method)
-        code = sys.modules.get(type(base_model(model)).__module__)
+        code = sys.modules.get(type(get_hf_base_model(model)).__module__)
         # Older code branches on the values of the mask, and shapes are inferred without values.
         return ContextParallelGroup(
             group, method, causal_lm=True, model_ignores_ones_mask=hasattr(code, "create_causal_mask")
@@ -89,7 +89,7 @@ class ContextParallelGroup:
 
     def gather(self, part: Tensor) -> Tensor:
         """Whole outputs from the ranks' parts of (rows, length / size, ...)."""
-        return gather_sequence(part, self.group, balanced=self.method == "ring")
+        return gather_sequence_without_grad(part, self.group, balanced=self.method == "ring")
 
 
 class _ReadTrackingMicroBatch(dict[str, Any]):

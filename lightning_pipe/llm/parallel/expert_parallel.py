@@ -28,7 +28,7 @@ from lightning_pipe.llm.model.hf_experts import (
     run_expert_parallel_forward,
 )
 from lightning_pipe.llm.model.moe import Experts, MoE
-from lightning_pipe.llm.parallel.overlap import yield_to_overlapped
+from lightning_pipe.llm.parallel.overlap import yield_to_overlapped_pass
 
 
 def check_experts(model: nn.Module, size: int) -> None:
@@ -160,7 +160,7 @@ def _run_overlapped_all_to_all(
     rows: Tensor, sent: list[int] | None, received: list[int] | None, group: dist.ProcessGroup
 ) -> Tensor:
     pending = all_to_all_single(rows, received, sent, group)
-    yield_to_overlapped()
+    yield_to_overlapped_pass()
     arrived: Tensor = wait_tensor(pending)
     return arrived
 

@@ -118,7 +118,7 @@ class HFDocumentMasking:
                 f"the micro-batch's attention_mask masks tokens before others, which attention={VARLEN!r} does not"
                 " support; expected padding at the end of rows. Pad on the right, or set attention='sdpa'"
             )
-        check_documents(micro_batch, *PadValues().rows_and_length(micro_batch))
+        check_documents(micro_batch, *PadValues().get_microbatch_rows_and_length(micro_batch))
         documents = self._documents(micro_batch)
         if documents is None:
             return
@@ -161,7 +161,7 @@ class HFDocumentMasking:
             return plain
         model_keywords = {key: value for key, value in keywords.items() if key not in _DESCRIPTION}
         position_ids = micro_batch.get("position_ids")
-        rows, _ = PadValues().rows_and_length(micro_batch)
+        rows, _ = PadValues().get_microbatch_rows_and_length(micro_batch)
         if reads_cu_seqlens(self._implementation):
             # Boundaries in all rows, one after the other: transformers reads positions only if there is a single row.
             begins = nn.functional.pad(
@@ -177,7 +177,7 @@ class HFDocumentMasking:
         return model_keywords
 
     def _documents(self, micro_batch: Mapping[str, Any]) -> Tensor | None:
-        _, length = PadValues().rows_and_length(micro_batch)
+        _, length = PadValues().get_microbatch_rows_and_length(micro_batch)
         return read_batch_attention(micro_batch, length).documents if length else None
 
     def _needs_mask(self, micro_batch: Mapping[str, Any]) -> bool:
@@ -188,7 +188,7 @@ class HFDocumentMasking:
         return _has_padding_before_tokens(micro_batch.get("attention_mask"))
 
     def _mask(self, micro_batch: Mapping[str, Any]) -> Tensor:
-        _, length = PadValues().rows_and_length(micro_batch)
+        _, length = PadValues().get_microbatch_rows_and_length(micro_batch)
         attends = read_batch_attention(micro_batch, length).as_mask()
         assert attends is not None
         # The softmax of a row is undefined if all its keys are masked.

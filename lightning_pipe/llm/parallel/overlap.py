@@ -58,12 +58,15 @@ class ForwardBackwardOverlap:
                 second()
 
         thread = threading.Thread(
-            target=copy_context().run, args=(self._side, _SECOND, run_second), name="overlapped backward", daemon=True
+            target=copy_context().run,
+            args=(self._run_call_in_turn, _SECOND, run_second),
+            name="overlapped backward",
+            daemon=True,
         )
         _current = self
         try:
             thread.start()
-            self._side(_FIRST, first)
+            self._run_call_in_turn(_FIRST, first)
             thread.join()
             _restore_random_state(self._device, self._random)
         finally:
@@ -95,7 +98,7 @@ class ForwardBackwardOverlap:
         times = [start, *(moment for pause in pauses for moment in pause), end]
         return list(pairwise(times))[::2]
 
-    def _side(self, side: int, call: Callable[[], object]) -> None:
+    def _run_call_in_turn(self, side: int, call: Callable[[], object]) -> None:
         self._wait_for_turn(side)
         try:
             if self._failures[1 - side] is None:
@@ -121,7 +124,7 @@ class ForwardBackwardOverlap:
 _current: ForwardBackwardOverlap | None = None
 
 
-def yield_to_overlapped() -> None:
+def yield_to_overlapped_pass() -> None:
     """Let the other of two calls that take turns run, after a message was sent and before it is waited for."""
     if _current is not None:
         _current.yield_to_other()

@@ -26,7 +26,12 @@ from lightning_pipe._compat.attention import (
     use_balanced_ring_attention,
 )
 from lightning_pipe._compat.collectives import all_gather_single_autograd, wait_tensor
-from lightning_pipe.llm.parallel.sdpa_intercept import ChunkMaskCheck, SDPAInterceptMode, check_call, check_mask_heads
+from lightning_pipe.llm.parallel.sdpa_intercept import (
+    ChunkMaskCheck,
+    SDPAInterceptMode,
+    check_mask_heads,
+    check_sdpa_call_shardable,
+)
 from lightning_pipe.llm.parallel.sequence_chunks import AttentionPattern, chunk_positions
 
 _LENGTH = 2  # of (rows, heads, length, width)
@@ -61,7 +66,7 @@ class RingAttention(SDPAInterceptMode):
         enable_gqa: bool = False,
         **options: Any,
     ) -> Tensor:
-        check_call(query, key, attn_mask, is_causal, 1, self._square, dropout_p)
+        check_sdpa_call_shardable(query, key, attn_mask, is_causal, 1, self._square, dropout_p)
         check_mask_heads(self._mask, query)
         self._mask_check.check(attn_mask, query.shape[-2])
         device = query.device.type
@@ -112,7 +117,7 @@ class _Ring(torch.autograd.Function):
         repeats = query.shape[1] // key.shape[1]
 
         def attend_with_repeated_heads(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> tuple[Any, ...]:
-            return attend(query, _repeat(key, repeats), _repeat(value, repeats), is_causal, scale)
+            return attend(query, _repeat_heads(key, repeats), _repeat_heads(value, repeats), is_causal, scale)
 
         with use_balanced_ring_attention(query.dtype) as (ring, _):
             out, sums, *kernel_outputs = ring(
@@ -131,7 +136,7 @@ class _Ring(torch.autograd.Function):
         def attend_backward_with_repeated_heads(
             query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor, is_causal: bool, grad_out: Tensor
         ) -> tuple[Tensor, ...]:
-            saved = query, _repeat(key, repeats), _repeat(value, repeats), out, logsumexp
+            saved = query, _repeat_heads(key, repeats), _repeat_heads(value, repeats), out, logsumexp
             grad_query, grad_key, grad_value = attend_backward(
                 grad_out, saved, ctx.kernel_outputs, is_causal, ctx.scale
             )
@@ -154,7 +159,7 @@ class _Ring(torch.autograd.Function):
         return (*gradients[:3], None, None)
 
 
-def _repeat(tensor: Tensor, repeats: int) -> Tensor:
+def _repeat_heads(tensor: Tensor, repeats: int) -> Tensor:
     return tensor if repeats == 1 else tensor.repeat_interleave(repeats, 1)
 
 

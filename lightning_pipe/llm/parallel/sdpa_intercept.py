@@ -134,16 +134,16 @@ def _as_bool_mask(mask: Tensor) -> Tensor:
     return mask > _MASKED if mask.is_floating_point() else mask.bool()
 
 
-def _get_bias_of_attended_keys(mask: Tensor) -> Tensor:
+def _get_score_bias_where_attended(mask: Tensor) -> Tensor:
     """What a mask adds to the scores of the keys that a query attends to."""
     return mask if mask.is_floating_point() else mask.new_zeros((), dtype=torch.float32)
 
 
 def _find_mask_differences(mask: Tensor, expected: Tensor) -> Tensor:
     """True where two masks, each bool or additive, differ in their effect."""
-    attends, bias = _as_bool_mask(mask), _get_bias_of_attended_keys(mask)
+    attends, bias = _as_bool_mask(mask), _get_score_bias_where_attended(mask)
     return (attends != _as_bool_mask(expected)) | (
-        attends & (bias != _get_bias_of_attended_keys(expected).to(bias.dtype))
+        attends & (bias != _get_score_bias_where_attended(expected).to(bias.dtype))
     )
 
 
@@ -228,7 +228,9 @@ class _AttentionCheckMode(SDPAInterceptMode):
         is_causal: bool = False,
         **options: Any,
     ) -> Tensor:
-        check_call(query, key, attn_mask, is_causal, self._size, self._square, 0.0 if self._dropout else dropout_p)
+        check_sdpa_call_shardable(
+            query, key, attn_mask, is_causal, self._size, self._square, 0.0 if self._dropout else dropout_p
+        )
         self._count()
         return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, **options)
 
@@ -242,7 +244,7 @@ def check_mask_heads(mask: Tensor | None, query: Tensor) -> None:
         )
 
 
-def check_call(
+def check_sdpa_call_shardable(
     query: Tensor,
     key: Tensor,
     attn_mask: Tensor | None,

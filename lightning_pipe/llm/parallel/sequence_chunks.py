@@ -87,7 +87,7 @@ def shard_micro_batch(
       whose zeros mark padding. No token attends to padding, and positions may jump next to it.
     """
     sequences = _select_sequence_tensors(micro_batch, keys)
-    rows, length = _rows_and_length(sequences)
+    rows, length = _get_sequence_rows_and_length(sequences)
     attention = read_batch_attention(micro_batch, length)
     positions = chunk_positions(rank, size, length, balanced=balanced)
     positions = positions.to(next(iter(sequences.values())).device)
@@ -115,11 +115,11 @@ def shard_micro_batch(
 
 def check_micro_batch_shardable(micro_batch: Mapping[str, Any], keys: PadValues | None = None) -> None:
     """Check that a micro-batch can be cut, apart from its length, which padding changes."""
-    _, length = _rows_and_length(_select_sequence_tensors(micro_batch, keys))
+    _, length = _get_sequence_rows_and_length(_select_sequence_tensors(micro_batch, keys))
     read_batch_attention(micro_batch, length)
 
 
-def gather_sequence(part: Tensor, group: dist.ProcessGroup, *, balanced: bool = False) -> Tensor:
+def gather_sequence_without_grad(part: Tensor, group: dist.ProcessGroup, *, balanced: bool = False) -> Tensor:
     """Outputs for whole sequences, on every context rank; no gradients flow through it."""
     parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(group.size())]
     dist.all_gather(parts, part.detach().contiguous(), group=group)
@@ -136,7 +136,7 @@ def _select_sequence_tensors(micro_batch: Mapping[str, Any], keys: PadValues | N
     return {key: micro_batch[key] for key in names if isinstance(micro_batch.get(key), Tensor)}
 
 
-def _rows_and_length(sequences: Mapping[str, Tensor]) -> tuple[int, int]:
+def _get_sequence_rows_and_length(sequences: Mapping[str, Tensor]) -> tuple[int, int]:
     shapes = {key: tuple(value.shape) for key, value in sequences.items()}
     mask = shapes.get(_MASK)
     if mask is not None and len(mask) != 2 and (len(mask) != 4 or mask[2] != mask[3]):

@@ -97,10 +97,10 @@ def apply_sequence_parallel(model: nn.Module, config: PPModuleConfig, mesh: Devi
         layer for layer in map(model.get_submodule, config.layer_fqns) if not isinstance(layer, PassThroughModule)
     ]
     if stage_layers:
-        _change_input(stage_layers[0], make_redistribute_fn(_WHOLE, TOKEN_SHARD, TOKEN_SHARD))
-        _change_output(stage_layers[-1], make_redistribute_fn(TOKEN_SHARD, _WHOLE, _WHOLE))
+        _register_input_transform_hook(stage_layers[0], make_redistribute_fn(_WHOLE, TOKEN_SHARD, TOKEN_SHARD))
+        _register_output_transform_hook(stage_layers[-1], make_redistribute_fn(TOKEN_SHARD, _WHOLE, _WHOLE))
     for name in _find_tensor_parallel_blocks(model, config, styles):
-        _change_input(model.get_submodule(name), make_redistribute_fn(TOKEN_SHARD, _WHOLE, Partial()))
+        _register_input_transform_hook(model.get_submodule(name), make_redistribute_fn(TOKEN_SHARD, _WHOLE, Partial()))
     for name, style in styles.items():
         if isinstance(style, ColwiseParallel):
             model.get_submodule(name).register_forward_pre_hook(keep_input_gradient_partial)
@@ -119,7 +119,7 @@ def _is_norm(name: str, module: nn.Module, config: PPModuleConfig) -> bool:
     return is_near and all(parameter.dim() < 2 for parameter in module.parameters(recurse=False))
 
 
-def _change_input(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
+def _register_input_transform_hook(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
     """Change the first argument of a module, which is its hidden states."""
 
     def change_first_argument(
@@ -133,7 +133,7 @@ def _change_input(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None
     module.register_forward_pre_hook(change_first_argument, with_kwargs=True)
 
 
-def _change_output(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
+def _register_output_transform_hook(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
     def change_first_output(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         return (change(output[0]), *output[1:]) if isinstance(output, tuple) else change(output)
 

@@ -90,7 +90,7 @@ def resolve_parallel_styles(
     is_whole = not any(isinstance(module, PassThroughModule) for module in model.modules())
     styles: dict[str, str | ParallelStyle] = {}
     for pattern, entry in plan.items():
-        style = _style(pattern, entry)
+        style = _make_parallel_style(pattern, entry)
         names = _find_matching_module_names(pattern, model)
         if not names and is_whole:
             raise SetupError(
@@ -113,7 +113,7 @@ def resolve_parallel_styles(
     return styles
 
 
-def _style(pattern: str, entry: object) -> str | ParallelStyle:
+def _make_parallel_style(pattern: str, entry: object) -> str | ParallelStyle:
     if isinstance(entry, ParallelStyle):
         return entry
     if not isinstance(entry, str) or entry not in _STYLES:

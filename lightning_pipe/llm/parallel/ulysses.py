@@ -22,7 +22,12 @@ from torch import Tensor
 
 from lightning_pipe._compat.attention import function_modes_disabled
 from lightning_pipe._compat.collectives import all_to_all_single_autograd, wait_tensor
-from lightning_pipe.llm.parallel.sdpa_intercept import ChunkMaskCheck, SDPAInterceptMode, check_call, check_mask_heads
+from lightning_pipe.llm.parallel.sdpa_intercept import (
+    ChunkMaskCheck,
+    SDPAInterceptMode,
+    check_mask_heads,
+    check_sdpa_call_shardable,
+)
 from lightning_pipe.llm.parallel.sequence_chunks import AttentionPattern
 
 
@@ -56,7 +61,7 @@ class UlyssesAttention(SDPAInterceptMode):
         **options: Any,
     ) -> Tensor:
         size = self._group.size()
-        check_call(query, key, attn_mask, is_causal, size, self._square)
+        check_sdpa_call_shardable(query, key, attn_mask, is_causal, size, self._square)
         check_mask_heads(self._mask, query)
         self._mask_check.check(attn_mask, query.shape[-2])
         repeats = size // math.gcd(key.shape[1], size)

@@ -52,7 +52,7 @@ class BatchRunner:
         # The ranks of a tensor-parallel group have the same losses, so only one of them is counted.
         self._counts = self.meshes.tensor is None or self.meshes.tensor.get_local_rank() == 0
 
-    def discard_unfinished_step_tokens(self) -> None:
+    def reset_step_token_count(self) -> None:
         """Discard the tokens of an unfinished step, since an epoch or a training may have ended within a step."""
         self._tokens = 0
         if self.scaling is not None:
@@ -62,7 +62,7 @@ class BatchRunner:
         """Compute the loss of a batch on every rank, and its gradients if gradients are enabled."""
         step = self._prepare(batch, prepared)
         train = torch.is_grad_enabled()
-        scale = self.scaling.begin(step.tokens) if train and self.scaling is not None else 1.0
+        scale = self.scaling.get_step_loss_scale(step.tokens) if train and self.scaling is not None else 1.0
         micro_batches, routers = (
             self._add_router_loss_contexts(step, scale) if self.has_routers else (step.micro_batches, [])
         )
@@ -71,7 +71,7 @@ class BatchRunner:
             self._tokens += step.tokens
         else:
             losses = self.runner.evaluate(micro_batches, self.module.summed_loss)
-        total, *router_sums = self._totals(losses, routers)
+        total, *router_sums = self._all_reduce_loss_sums(losses, routers)
         if train and self.detect_nan and not total.isfinite():  # the same on all ranks
             check_finite_loss(torch.stack(losses) / scale if losses else None, self.group)
         loss = total.float().to(self.device) / (scale * max(step.tokens, 1))
@@ -86,7 +86,7 @@ class BatchRunner:
         ):
             counted = self._build_router_token_mask(micro_batch.target, remaining_rows, length)
             routers.append(RouterLosses(count, token_mask=counted, scale=scale))
-            remaining_rows -= self.preparation.padding_spec.rows_and_length(item)[0]
+            remaining_rows -= self.preparation.padding_spec.get_microbatch_rows_and_length(item)[0]
         micro_batches = [
             replace(micro_batch, contexts=(*micro_batch.contexts, partial(_identity, losses)))
             for micro_batch, losses in zip(step.micro_batches, routers, strict=True)
@@ -181,7 +181,7 @@ class BatchRunner:
             prepared = None
         return self.preparation.finish(prepared or self.preparation.begin(batch))
 
-    def _totals(self, losses: Sequence[Tensor], routers: Sequence[RouterLosses]) -> Tensor:
+    def _all_reduce_loss_sums(self, losses: Sequence[Tensor], routers: Sequence[RouterLosses]) -> Tensor:
         """Return the sums of the losses and of the router losses of all ranks, on every rank."""
         totals = torch.zeros(_SUMS, dtype=torch.float64)
         if self._counts and self.runner.failure is None:

@@ -29,7 +29,7 @@ class LossScaling:
         """Replace the scaler's ``unscale_`` by a method that checks all ranks for overflow."""
         self._scaler.unscale_ = self._unscale  # type: ignore[method-assign]
 
-    def begin(self, tokens: int) -> float:
+    def get_step_loss_scale(self, tokens: int) -> float:
         """Return the factor for the losses of a batch with *tokens* tokens. All batches of a step share one factor."""
         if not self._divisor:
             self._divisor = 2.0 ** math.ceil(math.log2(max(tokens, 1)))

@@ -15,7 +15,7 @@ from lightning_pipe.llm.parallel.apply_parallel import StageParallelism
 from lightning_pipe.llm.parallel.parallel_dims import ParallelDims
 from lightning_pipe.llm.run.stage_parts import LLMPipelineSettings, StagePlan
 from lightning_pipe.llm.schedules.checks import Sharding, check_schedule_sharding
-from lightning_pipe.llm.schedules.specs import ScheduleSpec, count_stages_per_rank, find_schedule
+from lightning_pipe.llm.schedules.specs import ScheduleSpec, count_stages_per_rank, resolve_schedule_spec
 from lightning_pipe.llm.split.options import SplitOptions
 
 _GROUPS: dict[str, type[Any]] = {
@@ -42,7 +42,7 @@ class LLMOptions:
 
     def __post_init__(self) -> None:
         set_field = partial(object.__setattr__, self)
-        set_field("schedule", find_schedule(cast("Any", self.schedule)))
+        set_field("schedule", resolve_schedule_spec(cast("Any", self.schedule)))
         for name, kind in _GROUPS.items():
             value = getattr(self, name)
             if value is not None or name != "activation_checkpoint":
@@ -88,7 +88,7 @@ class LLMOptions:
         check_schedule_sharding(spec, sharding, reshard_after_forward=sizes.reshard_after_forward)
 
 
-def option_pairs(name: str, value: Any) -> list[tuple[str, str]]:
+def flatten_option_fields(name: str, value: Any) -> list[tuple[str, str]]:
     """Return pairs of name and text for an option, or for each field of an option group, for ranks to compare."""
     if isinstance(value, ScheduleSpec):
         return [(name, repr(value.name))]
@@ -97,5 +97,5 @@ def option_pairs(name: str, value: Any) -> list[tuple[str, str]]:
     return [
         pair
         for field in fields(value)
-        for pair in option_pairs(f"{name}.{field.name}" if name else field.name, getattr(value, field.name))
+        for pair in flatten_option_fields(f"{name}.{field.name}" if name else field.name, getattr(value, field.name))
     ]

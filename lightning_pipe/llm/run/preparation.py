@@ -22,7 +22,7 @@ from torch import Tensor
 from lightning_pipe._compat.torch import tree_leaves
 from lightning_pipe.engine.common.errors import InputError
 from lightning_pipe.llm.batches.host_values import HostSourceTracker, values_on_host
-from lightning_pipe.llm.batches.microbatches import MicroBatches, split_batch, take_rows
+from lightning_pipe.llm.batches.microbatches import MicroBatches, slice_batch_rows, split_batch
 from lightning_pipe.llm.batches.options import Batching
 from lightning_pipe.llm.batches.padding import PadValues, pad_microbatch
 from lightning_pipe.llm.model.routing_replay import (
@@ -57,7 +57,7 @@ class BatchInPreparation:
         """Return True if it was prepared from this batch, and the batch has not changed since."""
         if self.batch is not batch:
             return False
-        contents = _contents(batch)
+        contents = _list_values_with_versions(batch)
         return len(contents) == len(self.seen) and all(
             value is seen_value and version == seen_version
             for (value, version), (seen_value, seen_version) in zip(contents, self.seen, strict=True)
@@ -106,13 +106,13 @@ class BatchPreparation:
             values = values_on_host(batch, copies or HostSourceTracker())
             if values is not batch:
                 on_host = split_batch(values, count, self.padding_spec)
-            tokens = sum(map(self._count, on_host.items))
+            tokens = sum(map(self._count_loss_tokens, on_host.items))
             self._check_ids(on_host)
-            self._check_added_rows(on_host)
+            self._check_loss_ignores_padded_rows(on_host)
             _check_replays_not_shared(cut.items if isinstance(batch, Mapping) else batch)
-            sizes = [self.padding_spec.rows_and_length(item) for item in on_host.items]
+            sizes = [self.padding_spec.get_microbatch_rows_and_length(item) for item in on_host.items]
             for item, (_, length) in zip(on_host.items, sizes, strict=True):
-                check_routed_experts(item, self.mixtures, self.padding_spec.rows_and_length(item))
+                check_routed_experts(item, self.mixtures, self.padding_spec.get_microbatch_rows_and_length(item))
                 # The result is discarded: this only refuses values that cannot be padded or cut.
                 padded = pad_microbatch(item, length, self.padding_spec)
                 if self.context is not None:
@@ -126,9 +126,9 @@ class BatchPreparation:
             error = caught
         gathered = torch.zeros(self.group.size(), len(numbers), dtype=torch.int64)
         work: Any = dist.all_gather_single(gathered, torch.tensor([numbers]), group=self.group, async_op=True)
-        return BatchInPreparation(batch, cut, on_host, error, gathered, work, _contents(batch))
+        return BatchInPreparation(batch, cut, on_host, error, gathered, work, _list_values_with_versions(batch))
 
-    def _count(self, micro_batch: MicroBatch) -> int:
+    def _count_loss_tokens(self, micro_batch: MicroBatch) -> int:
         tokens = self.hooks.loss_tokens(micro_batch)
         if not isinstance(tokens, int):
             raise InputError(
@@ -150,16 +150,16 @@ class BatchPreparation:
                     " Use the tokenizer of the model, or resize its embedding"
                 )
 
-    def _check_added_rows(self, cut: MicroBatches) -> None:
+    def _check_loss_ignores_padded_rows(self, cut: MicroBatches) -> None:
         """Check that the loss ignores the copied rows that fill up micro-batches."""
         remaining = cut.padded_rows
         for item in reversed(cut.items):
             if not remaining:
                 return
-            rows = self.padding_spec.rows_and_length(item)[0]
+            rows = self.padding_spec.get_microbatch_rows_and_length(item)[0]
             added = min(rows, remaining)
-            part = take_rows(item, rows - added, added, rows, self.padding_spec)
-            if (added < rows and self._count(part)) or (added == rows and self._count(item)):
+            part = slice_batch_rows(item, rows - added, added, rows, self.padding_spec)
+            if (added < rows and self._count_loss_tokens(part)) or (added == rows and self._count_loss_tokens(item)):
                 raise InputError(
                     f"the batch's {cut.rows} rows do not fill {len(cut.items)} micro-batches, and loss_tokens counts"
                     " tokens in the copied rows that fill them: only 'labels' are set to"
@@ -203,8 +203,8 @@ class BatchPreparation:
             target for target, ranks in zip(targets, self.pipelines, strict=True) if self.group.rank() in ranks
         )
         padded = [pad_microbatch(item, length, self.padding_spec) for item in prepared.cut.items]
-        inputs = [self._inputs(item) for item in padded]
-        lengths = tuple(self.padding_spec.rows_and_length(item)[1] for item in prepared.cut.items)
+        inputs = [self._build_stage_inputs(item) for item in padded]
+        lengths = tuple(self.padding_spec.get_microbatch_rows_and_length(item)[1] for item in prepared.cut.items)
         tokens = sum(table[ranks[0]][3] for ranks in self.pipelines)
         return StepInputs(inputs, tokens, prepared.cut, prepared.on_host, length, lengths)
 
@@ -215,7 +215,7 @@ class BatchPreparation:
             padded = [self.context.shard(item, self.padding_spec)[0] for item in padded]
         return [self.hooks.loss_tokens(pop_routed_experts_from_batch(item)[0]) for item in padded]
 
-    def _inputs(self, micro_batch: MicroBatch) -> StageInputs:
+    def _build_stage_inputs(self, micro_batch: MicroBatch) -> StageInputs:
         if self.context is None:
             micro_batch, replay = pop_routed_experts_from_batch(micro_batch)
             arguments, keywords = self.hooks.model_inputs(micro_batch)
@@ -243,7 +243,7 @@ def _check_replays_not_shared(micro_batches: Sequence[MicroBatch]) -> None:
         )
 
 
-def _contents(batch: Any) -> list[tuple[Any, int]]:
+def _list_values_with_versions(batch: Any) -> list[tuple[Any, int]]:
     """Values of a batch, each with its tensor's version counter, which counts in-place writes."""
     leaves = tree_leaves(batch)
     return [(leaf, leaf._version if isinstance(leaf, Tensor) and not leaf.is_inference() else 0) for leaf in leaves]

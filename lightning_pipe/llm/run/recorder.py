@@ -33,7 +33,7 @@ class StageRecorder:
         else:
             del events[self._num_collected :]
 
-    def stop(self, tasks: Sequence[Bar], rank: int) -> list[Bar]:
+    def stop_recording(self, tasks: Sequence[Bar], rank: int) -> list[Bar]:
         """Stop recording, and return a bar for each forward, backward and wait of a micro-batch."""
         self.collect_batch_records()
         self._runner.record_events = self._was_recording

@@ -24,8 +24,8 @@ from lightning_pipe._compat.torch import tree_leaves
 from lightning_pipe.engine.common.errors import InputError
 from lightning_pipe.engine.observe.timeline import Bar
 from lightning_pipe.llm.model.shapes import StageShape, StageShapes
-from lightning_pipe.llm.schedules.checks import choose_supported_schedule, describe_fallback, splits_backward
-from lightning_pipe.llm.schedules.execution import build_evaluation, build_schedule, run_schedule
+from lightning_pipe.llm.schedules.checks import choose_supported_schedule, describe_schedule_fallback, splits_backward
+from lightning_pipe.llm.schedules.execution import build_evaluation_schedule, build_schedule, run_schedule
 from lightning_pipe.llm.schedules.specs import ScheduleSpec
 from lightning_pipe.llm.schedules.timed_stage import TimedStage
 
@@ -108,7 +108,7 @@ class ScheduleRunner:
                 return check(result_of(output, target))
             except Exception as error:  # any exception: the other ranks are in the middle of the schedule
                 self._note_failure(error)
-                return _zero_of(output)
+                return _make_zero_loss_from_output(output)
 
         return compute_result_or_zero_on_failure
 
@@ -131,12 +131,12 @@ class ScheduleRunner:
             return self._cache[key]
         if train and splits_backward(self.spec):
             self.shapes.refuse_reentrant_checkpoints(first.args, first.kwargs, self.spec.name)
-        cached = self._cache[key] = self._make(shapes, len(micro_batches), train)
+        cached = self._cache[key] = self._build_train_or_eval_schedule(shapes, len(micro_batches), train)
         while len(self._cache) > 1 and sum(entry.bytes for entry in self._cache.values()) > self.cache_bytes:
             self._cache.popitem(last=False)
         return cached
 
-    def _make(self, shapes: Sequence[StageShape], count: int, train: bool) -> _CachedSchedule:
+    def _build_train_or_eval_schedule(self, shapes: Sequence[StageShape], count: int, train: bool) -> _CachedSchedule:
         stages = [
             self._build_stage(index, module, shapes[index], train) for index, module in sorted(self.stages.items())
         ]
@@ -146,10 +146,10 @@ class ScheduleRunner:
             if spec != self.spec and not self._replaced:
                 self._replaced = True
                 if dist.get_rank() == 0:
-                    warnings.warn(describe_fallback(self.spec, count, self.group.size()), stacklevel=2)
+                    warnings.warn(describe_schedule_fallback(self.spec, count, self.group.size()), stacklevel=2)
             schedule = build_schedule(spec, stages, count, _use_output_as_loss, overlap=self.overlap)
         else:
-            schedule = build_evaluation(self.spec, stages, count, _use_output_as_loss)
+            schedule = build_evaluation_schedule(self.spec, stages, count, _use_output_as_loss)
         # Each rank counts the largest pair of buffers of all stages, so that all ranks release the same schedules.
         exchanged = [(*shape.inputs, *(shape.outputs if train else ())) for shape in shapes]
         largest = max(sum(tensor.nbytes for tensor in tensors) for tensors in exchanged)
@@ -188,7 +188,7 @@ def _check_loss(loss: Any) -> Tensor:
     return loss
 
 
-def _zero_of(output: Any) -> Tensor:
+def _make_zero_loss_from_output(output: Any) -> Tensor:
     return torch.stack([leaf.sum() * 0 for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]).sum()
 
 

@@ -145,7 +145,7 @@ class StageHooks:
         """Return weights that a strategy loads into the model; None to load no weights.
 
         Each rank loads only its own stages. For a run without stages, ``build_model`` calls
-        :func:`~lightning_pipe.llm.model.hf_weights.load_into`, which does nothing in stages.
+        :func:`~lightning_pipe.llm.model.hf_weights.load_pretrained_weights`, which does nothing in stages.
         """
         return None
 

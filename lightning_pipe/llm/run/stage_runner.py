@@ -19,7 +19,7 @@ from lightning_pipe.llm.batches.host_values import HostSourceTracker
 from lightning_pipe.llm.model.built_stages import HandBuiltStages
 from lightning_pipe.llm.model.compiled_layers import disable_donated_buffers
 from lightning_pipe.llm.run.optimizer_checks import check_optimizers_for_sharding
-from lightning_pipe.llm.run.options import LLMOptions, option_pairs
+from lightning_pipe.llm.run.options import LLMOptions, flatten_option_fields
 from lightning_pipe.llm.run.preparation import BatchInPreparation
 from lightning_pipe.llm.run.stage_hooks import BatchResult, StageHooks
 from lightning_pipe.llm.run.stage_parts import LLMPipelineComponentsBuilder
@@ -65,7 +65,9 @@ class StageRunner:
                 " torch.distributed.init_process_group() in a script that torchrun starts"
             )
         checked = LLMOptions(schedule, None, **options, offload_optimizer=False)
-        check_agreement(option_pairs("", checked), "runner's configuration", dist.group.WORLD, error_class=SetupError)
+        check_agreement(
+            flatten_option_fields("", checked), "runner's configuration", dist.group.WORLD, error_class=SetupError
+        )
         sizes = checked.parallel.resolve(dist.get_world_size())
         plan = checked.build_stage_plan(sizes)
         for spec in (plan.spec, fallback_schedule(plan.spec)):
@@ -155,7 +157,7 @@ class StageRunner:
         """Discard the gradients and tokens since the last optimizer step."""
         for parameter in self.model.parameters():
             parameter.grad = None
-        self._parts.runs.discard_unfinished_step_tokens()
+        self._parts.runs.reset_step_token_count()
 
     def _begin_batch_preparation(
         self, micro_batches: Iterable[Mapping[str, Any]]

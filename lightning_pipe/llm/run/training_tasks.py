@@ -76,7 +76,9 @@ def llm_plan(
             not_replayable="Lightning runs the step and its hooks outside the task's function",
         ),
     ]
-    return PipelinePlan({**_prefetch_tasks(transfer, prepare), **dict.fromkeys(tasks, TaskSchedule())}, name="llm")
+    return PipelinePlan(
+        {**_build_batch_prefetch_tasks(transfer, prepare), **dict.fromkeys(tasks, TaskSchedule())}, name="llm"
+    )
 
 
 def llm_evaluation_plan(
@@ -87,14 +89,14 @@ def llm_evaluation_plan(
     forward_task = PipelineTask(
         "ScheduleForward", _leave_task_to_caller, reads=("batch", "prepared", PARAMETERS), not_replayable=_EXCHANGES
     )
-    return PipelinePlan({**_prefetch_tasks(transfer, prepare), forward_task: TaskSchedule()}, name=name)
+    return PipelinePlan({**_build_batch_prefetch_tasks(transfer, prepare), forward_task: TaskSchedule()}, name=name)
 
 
 def _leave_task_to_caller(ctx: LLMContext) -> None:
     """The caller's work, between ``begin_caller_task`` and ``end_caller_task``."""
 
 
-def _prefetch_tasks(
+def _build_batch_prefetch_tasks(
     transfer: Callable[[Any], Any], prepare: Callable[[Any, HostSourceTracker], Any]
 ) -> dict[PipelineTask, TaskSchedule]:
     def copy(ctx: LLMContext) -> None:

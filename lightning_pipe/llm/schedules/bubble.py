@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import NamedTuple, cast
 
 from lightning_pipe.engine.observe.timeline import Bar
-from lightning_pipe.llm.schedules.simulation import Actions, Kind, simulate
+from lightning_pipe.llm.schedules.simulation import Actions, Kind, simulate_schedule
 from lightning_pipe.llm.schedules.specs import ScheduleSpec
-from lightning_pipe.llm.schedules.timed_stage import median_durations
+from lightning_pipe.llm.schedules.timed_stage import compute_median_stage_durations
 
 
 class RankTimes(NamedTuple):
@@ -29,7 +29,7 @@ class RankTimes(NamedTuple):
     wait_end: float  # time from the end of the rank's last work to the end of the step's longest rank
 
     @property
-    def step(self) -> float:
+    def step_duration(self) -> float:
         """Duration of the step."""
         return self.busy + self.wait_forward + self.wait_backward + self.overhead + self.wait_end
 
@@ -58,7 +58,7 @@ class BubbleReport:
     textbook: float | None
 
 
-def measure_bubble(events: Sequence[Sequence[Bar]], actions: Actions) -> StepBubble:
+def compute_step_bubble(events: Sequence[Sequence[Bar]], actions: Actions) -> StepBubble:
     """Break down the time of a step's ranks, and simulate the step from its durations."""
     spans = [row[-1].end - row[0].start for row in events]
     step = max(spans)
@@ -66,8 +66,10 @@ def measure_bubble(events: Sequence[Sequence[Bar]], actions: Actions) -> StepBub
     measured = 1 - sum(rank.busy for rank in ranks) / (len(ranks) * step) if step else 0.0
     if not actions:
         return StepBubble(ranks, measured, step, None, None)
-    durations = median_durations(event for row in events for event in row)
-    timeline = simulate(actions, cast(Mapping[tuple[int, Kind], float], durations))  # has waits, too, which are unused
+    durations = compute_median_stage_durations(event for row in events for event in row)
+    timeline = simulate_schedule(
+        actions, cast(Mapping[tuple[int, Kind], float], durations)
+    )  # has waits, too, which are unused
     return StepBubble(ranks, measured, step, timeline.bubble_fraction, timeline.makespan)
 
 
@@ -90,7 +92,7 @@ def textbook_bubble(spec: ScheduleSpec, pp_size: int, num_microbatches: int) -> 
     return (pp_size - 1) / (num_microbatches + pp_size - 1)
 
 
-def summarize_bubble(spec: ScheduleSpec, num_microbatches: int, steps: Sequence[StepBubble]) -> BubbleReport:
+def build_bubble_report(spec: ScheduleSpec, num_microbatches: int, steps: Sequence[StepBubble]) -> BubbleReport:
     """Medians over at least one step of a schedule."""
 
     def median(values: Iterable[float | None]) -> float | None:

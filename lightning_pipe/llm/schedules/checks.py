@@ -34,15 +34,15 @@ def check_microbatches(
 ) -> None:
     """Refuse a number of micro-batches that the schedule cannot train with; evaluation works with any number."""
     num_stages = pp_size * count_stages_per_rank(spec, pp_size, stages_per_rank)
-    unsupported = _unsupported_number(spec, num_microbatches, pp_size)
+    unsupported = _explain_unsupported_microbatch_count(spec, num_microbatches, pp_size)
     if unsupported is not None:
         raise SetupError(unsupported)
     actions = list_compute_actions(spec, pp_size, num_microbatches, stages_per_rank)
-    _check_places(spec, actions, pp_size, num_stages)
+    _check_stage_placement(spec, actions, pp_size, num_stages)
     _check_last_stage_order(spec, actions, num_stages - 1)
 
 
-def _unsupported_number(spec: ScheduleSpec, count: int, pp_size: int) -> str | None:
+def _explain_unsupported_microbatch_count(spec: ScheduleSpec, count: int, pp_size: int) -> str | None:
     """Reason for which a schedule does not run this number of micro-batches; None if it does."""
     name = spec.name
     if spec.path is not None:
@@ -78,15 +78,15 @@ def choose_supported_schedule(
     spec: ScheduleSpec, num_microbatches: int, pp_size: int, stages_per_rank: int | None = None
 ) -> ScheduleSpec:
     """Return the schedule if it supports the number of micro-batches, else one for any number with the same stages."""
-    if _unsupported_number(spec, num_microbatches, pp_size) is not None:
+    if _explain_unsupported_microbatch_count(spec, num_microbatches, pp_size) is not None:
         spec = fallback_schedule(spec)
     check_microbatches(spec, num_microbatches, pp_size, stages_per_rank)
     return spec
 
 
-def describe_fallback(spec: ScheduleSpec, num_microbatches: int, pp_size: int) -> str:
+def describe_schedule_fallback(spec: ScheduleSpec, num_microbatches: int, pp_size: int) -> str:
     """Reason for which :func:`choose_supported_schedule` replaces a schedule, and the cost in memory."""
-    unsupported = _unsupported_number(spec, num_microbatches, pp_size)
+    unsupported = _explain_unsupported_microbatch_count(spec, num_microbatches, pp_size)
     assert unsupported is not None
     return (
         f"{unsupported}. Steps with such a number run under {fallback_schedule(spec).name}, with the same results,"
@@ -103,7 +103,7 @@ def _divides_into_rounds(num_microbatches: int, pp_size: int) -> bool:
     return num_microbatches % max(1, num_microbatches // pp_size) == 0
 
 
-def _check_places(spec: ScheduleSpec, actions: Actions, pp_size: int, num_stages: int) -> None:
+def _check_stage_placement(spec: ScheduleSpec, actions: Actions, pp_size: int, num_stages: int) -> None:
     """Check that a class lists the actions of each rank's own stages, and can run them."""
     subject = f"schedule {spec.name}"
     ranks = map_action_stages_to_ranks(actions, subject) if actions else {}

@@ -49,7 +49,7 @@ def build_schedule(
     return schedule
 
 
-def build_evaluation(
+def build_evaluation_schedule(
     spec: ScheduleSpec,
     stages: Stages,
     num_microbatches: int,

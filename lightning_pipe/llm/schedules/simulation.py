@@ -84,7 +84,7 @@ class ScheduleTimeline:
         return max(accumulate(steps.get(span.kind, -1) for span in self.spans[rank]), default=0)
 
 
-def simulate(
+def simulate_schedule(
     actions: Actions,
     durations: Mapping[tuple[int, Kind], float],
     messages: Mapping[tuple[int, int], float] | None = None,
@@ -102,7 +102,7 @@ def simulate(
             while len(spans[rank]) < len(row):
                 action = row[len(spans[rank])]
                 kind, microbatch = KINDS[action.computation_type], action.microbatch_index or 0
-                arrived = _arrivals(action.stage_index, kind, microbatch, num_stages, ends)
+                arrived = _get_dependency_end_times(action.stage_index, kind, microbatch, num_stages, ends)
                 if arrived is None:
                     break
                 ready = max(
@@ -123,7 +123,7 @@ def simulate(
     return ScheduleTimeline(spans)
 
 
-def _arrivals(
+def _get_dependency_end_times(
     stage: int, kind: Kind, microbatch: int, num_stages: int, ends: Mapping[tuple[int, Kind, int], float]
 ) -> list[tuple[int, float]] | None:
     """Stage and end of each dependency of an action; None while a dependency is not done."""

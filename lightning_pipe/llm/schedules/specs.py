@@ -71,7 +71,7 @@ SCHEDULES: dict[str, ScheduleSpec] = {
 }
 
 
-def find_schedule(schedule: str | type | Path) -> ScheduleSpec:
+def resolve_schedule_spec(schedule: str | type | Path) -> ScheduleSpec:
     """Find the schedule of a name, class or file."""
     if isinstance(schedule, type):
         return _make_schedule_spec_from_class(schedule)

@@ -164,17 +164,17 @@ def run_overlapped(stage: Any, other_stage: Any, first: Callable[[], None], seco
     recorded = isinstance(stage, TimedStage) and stage._recording()
     events, count = (stage._events, len(stage._events)) if recorded else ([], 0)
 
-    def reset_wait_and_run_second() -> None:
+    def reset_wait_start_and_run_second() -> None:
         other_stage._receive_requested = time.perf_counter()  # it has waited for the other work, not for a message
         second()
 
     ForwardBackwardOverlap(torch.device(stage.device), stage._now if recorded else time.perf_counter).run(
-        first, reset_wait_and_run_second
+        first, reset_wait_start_and_run_second
     )
     events[count:] = sorted(events[count:], key=lambda bar: bar.start)
 
 
-def median_durations(events: Iterable[Bar]) -> dict[tuple[int, str], float]:
+def compute_median_stage_durations(events: Iterable[Bar]) -> dict[tuple[int, str], float]:
     """Median seconds of each stage's kinds of work over micro-batches, in the format that ``simulate`` takes."""
     durations: dict[tuple[int, str], list[float]] = {}
     for event in events:

@@ -18,7 +18,7 @@ from lightning_pipe.llm.model.module_config import PPModuleConfig
 from lightning_pipe.llm.split.options import SplitOptions
 
 
-def split_evenly(
+def split_layers_evenly(
     config: PPModuleConfig, num_stages: int, input_weight: int = 1, output_weight: int = 1
 ) -> list[list[str]]:
     """Split into stages with the same number of layers, counting input and output modules as layers.
@@ -68,7 +68,7 @@ def split_by_layer_counts(config: PPModuleConfig, layers_per_stage: Sequence[int
     return stages
 
 
-def split_by_ranges(config: PPModuleConfig, ranges: Sequence[Sequence[int]]) -> list[list[str]]:
+def split_by_layer_ranges(config: PPModuleConfig, ranges: Sequence[Sequence[int]]) -> list[list[str]]:
     """Split into stages of the given ranges of layers."""
     pairs = [tuple(bounds) for bounds in ranges]
     ends = [0, *(bounds[-1] if bounds else 0 for bounds in pairs)]
@@ -111,7 +111,7 @@ def split_by_cost(
     return split_by_layer_counts(config, counts)
 
 
-def split_by_options(
+def assign_modules_to_stages(
     config: PPModuleConfig,
     num_stages: int,
     options: SplitOptions,
@@ -121,9 +121,9 @@ def split_by_options(
     if options.layers_per_stage is not None:
         stages = split_by_layer_counts(config, options.layers_per_stage)
     elif options.layer_ranges is not None:
-        stages = split_by_ranges(config, options.layer_ranges)
+        stages = split_by_layer_ranges(config, options.layer_ranges)
     elif options.balance == "layers":
-        stages = split_evenly(config, num_stages, options.input_weight, options.output_weight)
+        stages = split_layers_evenly(config, num_stages, options.input_weight, options.output_weight)
     else:
         costs = measured(options.balance)
         stages = split_by_cost(config, num_stages, costs.layers, costs.input or 0.0, costs.output)

@@ -22,11 +22,11 @@ from lightning_pipe.engine import SetupError
 from lightning_pipe.engine.ranks.object_collectives import all_reduce_any, run_on_all_ranks, run_on_rank
 from lightning_pipe.llm.losses.balance_loss import BalanceLoss
 from lightning_pipe.llm.measure.layer_bench import LossOf, ModelPieceResults, randomize_module_tensors
-from lightning_pipe.llm.measure.layer_costs import CostUnit, measure_costs
-from lightning_pipe.llm.model.derived_config import derive_pp_module_config, refine_config_by_trial
+from lightning_pipe.llm.measure.layer_costs import CostUnit, measure_layer_costs
+from lightning_pipe.llm.model.derived_config import derive_pp_module_config, refine_module_config_by_trial_run
 from lightning_pipe.llm.model.hf_experts import has_routers, make_experts_pass_through
-from lightning_pipe.llm.model.hf_weights import PretrainedWeights, load_into
-from lightning_pipe.llm.model.lora import is_adapted, without_adapters
+from lightning_pipe.llm.model.hf_weights import PretrainedWeights, load_pretrained_weights
+from lightning_pipe.llm.model.lora import is_adapted, make_model_view_without_adapters
 from lightning_pipe.llm.model.meta_tensors import fake_copy, initialize_modules
 from lightning_pipe.llm.model.module_config import PPModuleConfig, is_inside
 from lightning_pipe.llm.model.routing_replay import MoEBlockInfo, find_moe_blocks
@@ -35,17 +35,17 @@ from lightning_pipe.llm.model.slots import build_stand_ins
 from lightning_pipe.llm.model.stage_module import (
     StageModule,
     check_no_ops_outside_modules,
+    copy_model_sharing_tensors,
     is_causal_lm,
-    make_stage,
+    make_stage_module,
     replace_modules_of_other_stages,
-    shallow_copy,
     tied_parameters,
 )
-from lightning_pipe.llm.model.tied import TiedParameter, find_tied, rename_tied_copies
+from lightning_pipe.llm.model.tied import TiedParameter, find_parameters_tied_across_stages, rename_tied_copies
 from lightning_pipe.llm.parallel.apply_parallel import StageParallelism
 from lightning_pipe.llm.parallel.sdpa_intercept import AttentionCheckedStage
 from lightning_pipe.llm.split.options import SplitOptions
-from lightning_pipe.llm.split.stage_fqns import split_by_options
+from lightning_pipe.llm.split.stage_fqns import assign_modules_to_stages
 
 
 @dataclass(frozen=True)
@@ -147,8 +147,8 @@ class _ModelSplitter:
         parallelism: StageParallelism,
         example: Callable[[], ExampleMicrobatch] | None,
     ) -> None:
-        config.check(model)
-        config = self._config = refine_config_by_trial(model, config)
+        config.check_against_model(model)
+        config = self._config = refine_module_config_by_trial_run(model, config)
         if parallelism.dimensions.cp > 1 and is_causal_lm(model) and BalanceLoss.from_model(model) is not None:
             raise SetupError(
                 f"the config has output_router_logits=True, and parallel.cp is {parallelism.dimensions.cp}; expected 1,"
@@ -157,12 +157,12 @@ class _ModelSplitter:
             )
         self._num_stages = num_stages
         self._parallelism = parallelism
-        self._fqns = split_by_options(
+        self._fqns = assign_modules_to_stages(
             config, num_stages, options, lambda unit: _measure_split_costs(model, config, unit, example)
         )
         self._check_end_stages_have_layers(model)
         self._plan = parallelism.check_model(model, config)
-        self.tied = tuple(find_tied(tied_parameters(model), self._fqns))
+        self.tied = tuple(find_parameters_tied_across_stages(tied_parameters(model), self._fqns))
 
     def list_replayable_moe_blocks(self, model: nn.Module) -> tuple[MoEBlockInfo, ...]:
         """Mixtures of the whole model that can replay choices of experts."""
@@ -190,7 +190,7 @@ class _ModelSplitter:
             if not is_causal_lm(fake):
                 check_no_ops_outside_modules(fake, self._config, hidden, **keywords)
 
-        stages = [self.stage(shallow_copy(fake), index).eval() for index in range(self._num_stages)]
+        stages = [self.stage(copy_model_sharing_tensors(fake), index).eval() for index in range(self._num_stages)]
         slots = build_stand_ins(fake, self._config, ()) if self._config.trial is not None else {}
         for stage, name in product(stages, self._config.layer_fqns if slots else ()):
             bypass_data_dependent_layer(stage.module.get_submodule(name), slots[name])
@@ -219,7 +219,11 @@ class _ModelSplitter:
         world = dist.group.WORLD
         if pretrained is not None:
             failed = f"the weights in {str(pretrained.folder)!r} cannot be loaded"
-            run_on_all_ranks(lambda: load_into(without_adapters(model), pretrained, keep), failed, world)
+            run_on_all_ranks(
+                lambda: load_pretrained_weights(make_model_view_without_adapters(model), pretrained, keep),
+                failed,
+                world,
+            )
         elif any(parameter.is_meta for parameter in model.parameters()):
             if is_adapted(model):
                 raise SetupError(
@@ -234,7 +238,9 @@ class _ModelSplitter:
             _broadcast_model_if_ranks_differ(model)
 
     def stage(self, model: nn.Module, index: int) -> StageModule:
-        return make_stage(shallow_copy(model), self._config, self._fqns[index], index, self._num_stages)
+        return make_stage_module(
+            copy_model_sharing_tensors(model), self._config, self._fqns[index], index, self._num_stages
+        )
 
     def parallelize(self, stage: StageModule) -> None:
         rename_tied_copies(stage.module, self.tied)
@@ -246,7 +252,7 @@ class _ModelSplitter:
             (only,) = (stage.module for stage in stages.values())
             return only
         fqns = [name for index in stages for name in self._fqns[index]]
-        part = shallow_copy(model)
+        part = copy_model_sharing_tensors(model)
         replace_modules_of_other_stages(part, self._config, fqns)
         for name in self._config.always_keep_fqns:
             part.set_submodule(name, next(iter(stages.values())).module.get_submodule(name))
@@ -275,7 +281,7 @@ def _measure_split_costs(
             " Define it on the module, or set split.balance to 'layers'"
         )
     sample = example()
-    return measure_costs(
+    return measure_layer_costs(
         model,
         config,
         sample.args,
@@ -290,13 +296,13 @@ def _measure_split_costs(
 def _broadcast_model_if_ranks_differ(model: nn.Module) -> None:
     """Broadcast rank 0's values if ranks have others, such as after other random numbers in the module's __init__."""
     tensors = [tensor.detach() for tensor in (*model.parameters(), *model.buffers())]
-    checksums = [_checksum(tensor) for tensor in tensors]
+    checksums = [_compute_tensor_checksum(tensor) for tensor in tensors]
     first = run_on_rank(lambda: checksums, "the model's values cannot be compared", dist.group.WORLD)
     if all_reduce_any([checksums != first], dist.group.WORLD)[0]:
         for tensor in tensors:
             dist.broadcast(tensor, src=0)
 
 
-def _checksum(tensor: Tensor) -> int:
+def _compute_tensor_checksum(tensor: Tensor) -> int:
     plain = tensor.cpu().resolve_conj().resolve_neg().contiguous()
     return zlib.crc32(plain.flatten().view(torch.uint8).numpy().data)

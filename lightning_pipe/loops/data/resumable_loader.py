@@ -67,7 +67,7 @@ def was_made_resumable(loader: Any) -> bool:
     return isinstance(loader, _ResumableLoaderMixin)
 
 
-def draws_no_random_numbers(loader: Any) -> bool:
+def loader_leaves_global_rng_unchanged(loader: Any) -> bool:
     """Return True if a loader's workers fetch, and its sampler does not draw from this process's shared generators."""
     if type(loader) is not _make_resumable_loader_class(DataLoader) or not loader.num_workers:  # a user-defined class
         return False
@@ -76,7 +76,7 @@ def draws_no_random_numbers(loader: Any) -> bool:
     return type(sampler) in _SAMPLERS and getattr(sampler, "generator", None) is not torch.default_generator
 
 
-def have_same_samplers(first: Any, second: Any) -> bool:
+def loaders_share_sampler_state(first: Any, second: Any) -> bool:
     """Return True if the samplers of two loaders of :func:`make_resumable` hold their state in the same objects."""
     return bool(first._indices.sampler_state.shares_with(second._indices.sampler_state))
 
@@ -104,7 +104,7 @@ def get_epoch_end_loader_state(loader: Any) -> LoaderState | None:
     return snapshot_loader(loader)() if hasattr(loader, "state_dict") else None
 
 
-def load_states(loaders: Sequence[Any], states: Sequence[LoaderState | None]) -> None:
+def load_loader_states(loaders: Sequence[Any], states: Sequence[LoaderState | None]) -> None:
     """Load states into loaders, so that the next iteration of each loader continues from its state."""
     if len(states) != len(loaders):
         raise SetupError(

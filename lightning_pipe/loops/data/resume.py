@@ -21,7 +21,7 @@ from lightning_pipe.loops.data.random_streams import (
     set_rng_states,
     unpack_rng_states,
 )
-from lightning_pipe.loops.data.resumable_loader import load_states, make_constant_state_getter
+from lightning_pipe.loops.data.resumable_loader import load_loader_states, make_constant_state_getter
 from lightning_pipe.loops.data.stateful_loaders import IteratorState, load_iterator_states
 
 
@@ -55,7 +55,7 @@ class ResumePoint:
 
     def load_into_loaders(self, combined: CombinedLoader) -> None:
         """Let the next iteration of each loader begin at this point."""
-        load_states(combined.flattened, self.loaders)
+        load_loader_states(combined.flattened, self.loaders)
         load_iterator_states(combined, self.loaders, self.iterators)
 
     def positions(self) -> dict[str, Any]:

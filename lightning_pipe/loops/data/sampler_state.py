@@ -33,14 +33,16 @@ class SamplerState:
             value for holder in (loader, *self._samplers) for value in vars(holder).values() if _is_generator(value)
         ]
         self._generators: list[Any] = list({id(generator): generator for generator in generators}.values())
-        self._at_first = [vars(sampler).setdefault(_FIRST, _counters(sampler)) for sampler in self._samplers]
+        self._at_first = [
+            vars(sampler).setdefault(_FIRST, _get_sampler_counters(sampler)) for sampler in self._samplers
+        ]
 
     def get_state(self, *, at_end: bool = False) -> list[Any]:
         """Return the states of the generators, then the changed counters of each sampler."""
         states = [_get_generator_state(generator) for generator in self._generators]
         for sampler, at_first in zip(self._samplers, self._at_first, strict=True):
             told = at_end and hasattr(sampler, "set_epoch")
-            states.append({} if told else dict(_counters(sampler).items() - at_first.items()))
+            states.append({} if told else dict(_get_sampler_counters(sampler).items() - at_first.items()))
         return states
 
     def set_state(self, states: list[Any]) -> None:
@@ -82,7 +84,7 @@ def _iterate_nested_samplers(loader: DataLoader[Any]) -> Iterator[Any]:
         due.append(wrapped_sampler(sampler))
 
 
-def _counters(sampler: Any) -> dict[str, Any]:
+def _get_sampler_counters(sampler: Any) -> dict[str, Any]:
     return {name: value for name, value in vars(sampler).items() if isinstance(value, _PLAIN)}
 
 

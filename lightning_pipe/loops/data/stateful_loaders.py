@@ -39,7 +39,7 @@ from lightning_pipe.loops.data.resumable_loader import (
     was_made_resumable,
 )
 from lightning_pipe.loops.data.sampler_state import SamplerState
-from lightning_pipe.loops.data.torchdata_samplers import is_from
+from lightning_pipe.loops.data.torchdata_samplers import is_instance_from_package
 
 # States of the loaders, and of their iterators, in the same order.
 Positions = tuple[list[Any], list["IteratorState | None"]]
@@ -82,7 +82,7 @@ class IteratorState:
 def track_iterators(combined: CombinedLoader) -> None:
     """Record the iterators that a combined loader creates from now on from loaders with their own state."""
     earlier = {id(watched.loader): watched for watched in _get_watched_loaders(combined) if watched is not None}
-    stateful = [loader if _has_own_state(loader) else None for loader in combined.flattened]
+    stateful = [loader if _is_stateful_loader(loader) else None for loader in combined.flattened]
     if any(loader is not None for loader in stateful):
         watched_loaders = [
             None if loader is None else earlier.get(id(loader), _WatchedLoader(loader)) for loader in stateful
@@ -155,7 +155,7 @@ def load_iterator_states(
     """Let the next iteration of each loader with its own state continue from the position of its iterator."""
     for watched, loader, iterator in zip(_get_watched_loaders(combined), loaders, iterators, strict=False):
         if watched is not None and loader is not None and iterator is not None:
-            watched.load(loader, iterator)
+            watched.load_iterator_state(loader, iterator)
 
 
 def get_states_of_next_iterators(combined: CombinedLoader) -> dict[str, list[Any]]:
@@ -192,7 +192,7 @@ class _WatchedLoader:
                 self.ended, self._made_with = due.ended, (due.rng_states, due.samplers)
                 return iter(()) if due.ended else _WatchedIterator(continued, self)
         self.ended = self.is_loaded = False
-        if is_from("litdata", self.loader):
+        if is_instance_from_package("litdata", self.loader):
             self.loader.restore = False  # else it continues the epoch of a load, until it is run beyond the last batch
         self._made_with = self._random_states() if self._peeked_with is None else self._peeked_with
         self._peeked_with = None
@@ -200,7 +200,7 @@ class _WatchedLoader:
 
     def _recreate_iterator(self, due: IteratorState) -> Any:
         """Create the iterator of the checkpoint again, without changes to the random generators."""
-        if due.samplers and is_from("torchdata", self.loader):
+        if due.samplers and is_instance_from_package("torchdata", self.loader):
             SamplerState(self.loader).set_state(due.samplers)
         with ExitStack() as restored:
             restored.callback(set_rng_states, get_rng_states(_CPU), _CPU)
@@ -222,7 +222,7 @@ class _WatchedLoader:
             generator.set_state(due.generator)
         return continued
 
-    def load(self, state: Any, iterator: IteratorState) -> None:
+    def load_iterator_state(self, state: Any, iterator: IteratorState) -> None:
         # A user-defined loader may keep the state that it is given, and modify it.
         first = state if iterator.before_last is None or not iterator.replaced else iterator.before_last
         self.loader.load_state_dict(copy.deepcopy(first))
@@ -248,7 +248,11 @@ class _WatchedLoader:
     def _random_states(self) -> tuple[RNGStates, list[Any]]:
         # set_epoch has already been called on samplers that have it. Loaders other than torchdata's may restore their
         # samplers on their own.
-        samplers = SamplerState(self.loader).get_state(at_end=True) if is_from("torchdata", self.loader) else []
+        samplers = (
+            SamplerState(self.loader).get_state(at_end=True)
+            if is_instance_from_package("torchdata", self.loader)
+            else []
+        )
         return get_rng_states(_CPU), samplers
 
 
@@ -274,13 +278,13 @@ def _make_watching_loader_class(base: type[CombinedLoader]) -> type[CombinedLoad
     # With a second base class, objects of *base* could not be assigned the new class.
     changed = {
         "__module__": base.__module__,
-        "__iter__": lambda combined: _iterate_over_watched(base.__iter__, combined),
+        "__iter__": lambda combined: _iterate_over_watched_loaders(base.__iter__, combined),
     }
     watching_class: type[CombinedLoader] = type(base.__name__, (base,), changed)
     return watching_class
 
 
-def _iterate_over_watched(iterate: Callable[[Any], Any], combined: Any) -> Any:
+def _iterate_over_watched_loaders(iterate: Callable[[Any], Any], combined: Any) -> Any:
     loaders = combined.flattened
     watched = _get_watched_loaders(combined)
     combined.flattened = [
@@ -298,7 +302,7 @@ def _get_watched_loaders(combined: CombinedLoader) -> list[_WatchedLoader | None
     return watched
 
 
-def _has_own_state(loader: Any) -> bool:
+def _is_stateful_loader(loader: Any) -> bool:
     return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict") and not was_made_resumable(loader)
 
 

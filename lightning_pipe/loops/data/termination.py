@@ -55,7 +55,7 @@ class SynchronizedTermination(SignalConnector):
 
     def _save_and_requeue(self, group: dist.ProcessGroup | None) -> bool:
         """Write a checkpoint on all ranks, and return True if Slurm has put the job back into its queue."""
-        trainer, job = self.trainer, _job()
+        trainer, job = self.trainer, _get_slurm_job_id()
         # Lightning numbers the file by the files that are there, which a rank that is late would find.
         folder = str(trainer.default_root_dir)
         path = run_on_rank(lambda: next_hpc_checkpoint(trainer), f"{folder!r} cannot be listed", group)
@@ -77,8 +77,10 @@ class SynchronizedTermination(SignalConnector):
             self.local_requeue_received = True
         elif fitting:
             super().on_slurm_signal(signum, frame)
-        elif self.trainer.is_global_zero and (failed := _requeue_slurm_job(_job())):  # there is nothing to save
-            rank_zero_warn(f"job {_job()} was not requeued: {failed}")
+        elif self.trainer.is_global_zero and (
+            failed := _requeue_slurm_job(_get_slurm_job_id())
+        ):  # there is nothing to save
+            rank_zero_warn(f"job {_get_slurm_job_id()} was not requeued: {failed}")
 
     def on_sigterm(self, signum: int | signal.Signals, frame: FrameType) -> None:
         fitting = self.trainer.state.fn == TrainerFn.FITTING
@@ -94,7 +96,7 @@ class SynchronizedTermination(SignalConnector):
             self.received_sigterm = True
 
 
-def _job() -> str:
+def _get_slurm_job_id() -> str:
     """Slurm's name of this job."""
     array = os.environ.get("SLURM_ARRAY_JOB_ID")
     return f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}" if array else os.environ.get("SLURM_JOB_ID", "unknown")

@@ -10,7 +10,7 @@ from torch.utils.data import Dataset, SequentialSampler
 from lightning_pipe._compat.lightning import wrapped_sampler
 
 
-def is_from(project: str, instance: Any) -> bool:
+def is_instance_from_package(project: str, instance: Any) -> bool:
     """Return True if the class of *instance* is defined in *project*, or derived from such a class."""
     return any(base.__module__.startswith(f"{project}.") for base in type(instance).__mro__)
 
@@ -22,13 +22,13 @@ def fix_torchdata_distributed_shuffle(loader: Any) -> Any:
     would then draw a different order and take its part of that order, so that some rows would be trained twice in an
     epoch, and others never.
     """
-    if is_from("torchdata", loader):
+    if is_instance_from_package("torchdata", loader):
         for holder in (loader, loader.batch_sampler):
             wrapper = getattr(holder, "sampler", None)
             inner = wrapped_sampler(wrapper)
             if not isinstance(wrapper, DistributedSamplerWrapper) or inner is None:
                 continue
-            is_shuffle = is_from("torchdata", inner) and getattr(inner, "replacement", None) is False
+            is_shuffle = is_instance_from_package("torchdata", inner) and getattr(inner, "replacement", None) is False
             if is_shuffle and len(inner) == len(inner.data_source):
                 inner = SequentialSampler(inner.data_source)
             wrapper.dataset = _LazySamplerDataset(inner)

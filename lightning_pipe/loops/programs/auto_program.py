@@ -134,7 +134,7 @@ class AutoProgram(TrainingProgram):
         self._pipelines: dict[str, SWPipeline] = {}
         super().__init__(self._get_pipeline_of_plan(plans[0]), **arguments)
         self._source: Iterator[Any] | None = None
-        self._clock = _IterationClock(DeviceClock(device) if DeviceStreams(device, ()).available else None)
+        self._clock = _HostOrDeviceClock(DeviceClock(device) if DeviceStreams(device, ()).available else None)
         # State of the current block.
         self._begun: Any = None  # start time of the current iteration
         self._to_skip = 0  # number of iterations that are not timed
@@ -142,10 +142,10 @@ class AutoProgram(TrainingProgram):
         self._timed: deque[tuple[Any, Any]] = deque(maxlen=_KEPT)  # start and end of timed iterations
         self._trace: TraceRecorder | None = None  # trace of tasks
         self._draining = False  # True while only the batches in flight are trained
-        self._explore()
+        self._start_exploration()
 
     def begin_next_batch(self, source: Iterator[Any]) -> TrainingContext:
-        self._note_time()
+        self._record_iteration_time()
         if source is not self._source:
             self._source = source
             self._replan_if_slower()
@@ -157,7 +157,7 @@ class AutoProgram(TrainingProgram):
                 return super().begin_next_batch(iter(()))
             except StopIteration:
                 self._draining = False
-                self._end_block()
+                self._end_timing_block()
         if self.pipeline.plan.max_stage and not self.pipeline.in_flight:
             # Iterations take less or more time than usual until the pipeline is full.
             self._to_skip = self.pipeline.plan.pipeline_depth + 1
@@ -187,15 +187,15 @@ class AutoProgram(TrainingProgram):
 
     # ------------------------------------------------------------------ blocks of iterations
 
-    def _explore(self) -> None:
+    def _start_exploration(self) -> None:
         self._choice: PlanChoice | None = None
         self._by_name: dict[str, PipelinePlan] = {}
         self._times: dict[str, list[float]] = {}
         self._seconds_of_task: dict[str, float] = {}
         self._blocks = deque([_Block(self._hand_written[0], traced=True)])
-        self._begin_block()
+        self._begin_timing_block()
 
-    def _begin_block(self) -> None:
+    def _begin_timing_block(self) -> None:
         block = self._blocks[0]
         self.pipeline = self._get_pipeline_of_plan(block.plan)
         self._draining = False
@@ -217,7 +217,7 @@ class AutoProgram(TrainingProgram):
         if trace not in self._traces:
             self._traces.append(trace)
 
-    def _note_time(self) -> None:
+    def _record_iteration_time(self) -> None:
         """Record the time of the iteration that ends here, if it counts."""
         begun, self._begun = self._begun, None
         if begun is None:
@@ -231,7 +231,7 @@ class AutoProgram(TrainingProgram):
         if self._choice is None:
             self._left -= 1
 
-    def _end_block(self) -> None:
+    def _end_timing_block(self) -> None:
         block = self._blocks.popleft()
         seconds = self._typical_seconds()
         if block.traced:
@@ -242,7 +242,7 @@ class AutoProgram(TrainingProgram):
         if not self._blocks:
             self._blocks.extend(map(_Block, self._select_next_round_plans()))
         if self._blocks:
-            self._begin_block()
+            self._begin_timing_block()
         else:
             self._choose()
 
@@ -290,7 +290,7 @@ class AutoProgram(TrainingProgram):
         winner = self._by_name[choose_measured_plan(self._times, hand_written)]
         self._choice = PlanChoice(winner, self._times, hand_written, self._seconds_of_task)
         self._blocks = deque([_Block(winner)])
-        self._begin_block()
+        self._begin_timing_block()
         self._left = -1  # until training ends
         for name in [name for name in self._pipelines if name != winner.name]:
             self._pipelines.pop(name).close()
@@ -304,7 +304,7 @@ class AutoProgram(TrainingProgram):
         (current_seconds,) = self._mean_of_ranks([self._typical_seconds()])
         self._timed.clear()
         if current_seconds > above * interquartile_mean(choice.measured[choice.plan.name]):
-            self._explore()
+            self._start_exploration()
 
     # ------------------------------------------------------------------ helpers
 
@@ -325,7 +325,7 @@ class AutoProgram(TrainingProgram):
         return [statistics.fmean(of_ranks) for of_ranks in zip(*all_gather_objects(values, self._group), strict=True)]
 
 
-class _IterationClock:
+class _HostOrDeviceClock:
     """Clock for start and end of iterations. Uses the device's clock if it has one, because the host runs ahead."""
 
     def __init__(self, of_device: DeviceClock | None) -> None:

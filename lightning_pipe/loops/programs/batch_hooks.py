@@ -8,7 +8,12 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.fabric.utilities.apply_func import move_data_to_device
 
-from lightning_pipe._compat.fast_hooks import call_strategy_hook, data_hook, is_recording_hooks, overrides_hook
+from lightning_pipe._compat.fast_hooks import (
+    call_strategy_hook,
+    data_hook,
+    is_profiling_or_logging_hooks,
+    overrides_hook,
+)
 from lightning_pipe.engine import SetupError
 from lightning_pipe.engine.runtime.worker import is_worker_thread
 from lightning_pipe.loops.data.random_streams import RandomStreams
@@ -35,7 +40,7 @@ class BatchTransferHooks:
             return self._streams.run_with_stream(
                 "prepare", partial(self._call_before_transfer_hook, batch, dataloader_idx)
             )
-        if is_recording_hooks(self._trainer):
+        if is_profiling_or_logging_hooks(self._trainer):
             return self._call_before_transfer_hook(batch, dataloader_idx)
         return self._trainer.strategy.precision_plugin.convert_input(batch)
 
@@ -45,7 +50,7 @@ class BatchTransferHooks:
         In a worker thread the hooks have no random stream of their own, and no profiler records them.
         """
         strategy, draws = self._trainer.strategy, self._has(_TRANSFERS)
-        if not (draws or overrides_hook(strategy, "batch_to_device") or is_recording_hooks(self._trainer)):
+        if not (draws or overrides_hook(strategy, "batch_to_device") or is_profiling_or_logging_hooks(self._trainer)):
             return move_data_to_device(batch, self._device)
         if is_worker_thread():
             return self._move_on_worker(batch, dataloader_idx)
@@ -89,7 +94,7 @@ def find_user_transfer_hooks(trainer: pl.Trainer, hooks_may_leave: bool = False)
         for name in _TRANSFERS
         if overrides_hook(holder, name)
     ]
-    return [*of_hooks, *of_strategy, *(["a profiler of hooks"] if is_recording_hooks(trainer) else [])]
+    return [*of_hooks, *of_strategy, *(["a profiler of hooks"] if is_profiling_or_logging_hooks(trainer) else [])]
 
 
 def _list_module_and_datamodule(trainer: pl.Trainer) -> list[Any]:

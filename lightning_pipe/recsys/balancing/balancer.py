@@ -149,7 +149,7 @@ class BatchBalancer:
             raise SetupError(
                 f"the balancer's local_parts is {local_parts!r}; expected a list of names such as 'batch.class_weights'"
             )
-        self._workload = _imported(workload) if isinstance(workload, str) else workload
+        self._workload = _import_function(workload) if isinstance(workload, str) else workload
         self._num_samples = num_samples
         self._kind: ExchangeKind = exchange
         self._local_parts = tuple(local_parts)
@@ -160,7 +160,7 @@ class BatchBalancer:
         self._device = torch.device("cpu")
         self._capacity = MessageCapacity()
 
-    def open(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
+    def attach_to_process_group(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
         """Prepare for batches. Collective: every rank calls it.
 
         Args:
@@ -204,13 +204,13 @@ class BatchBalancer:
             error = problem
         if self._group is None:
             return PendingSampleExchange(samples, workloads, error, None, self._local_parts)
-        gathering = self._gather(samples if error is None else None, workloads)
+        gathering = self._start_workload_gather(samples if error is None else None, workloads)
         partition_future: Future[_SampleToRankAssignment] = Future()
         ranks = self._group.size()
 
         def compute_partition() -> None:
             try:
-                partition_future.set_result(_partition(gathering.read(), ranks))
+                partition_future.set_result(_assign_samples_to_ranks(gathering.read(), ranks))
             except BaseException as problem:
                 partition_future.set_exception(problem)
 
@@ -246,7 +246,9 @@ class BatchBalancer:
             self._capacity = MessageCapacity(
                 max(self._capacity.samples, gathered.required_capacity.samples), gathered.required_capacity.jagged
             )
-            partition = _partition(self._gather(balance.samples, balance.workloads).read(), self._group.size())
+            partition = _assign_samples_to_ranks(
+                self._start_workload_gather(balance.samples, balance.workloads).read(), self._group.size()
+            )
             gathered = partition.gathered
         assert partition.assignment is not None
         self.report = self.report.with_batch(partition.before, partition.after, partition.moved_fraction)
@@ -254,7 +256,7 @@ class BatchBalancer:
             return batch
         return exchange_samples(balance.samples, gathered, partition.assignment, self._group, self._kind)
 
-    def _gather(self, samples: Samples | None, workloads: torch.Tensor | None) -> PendingWorkloadGather:
+    def _start_workload_gather(self, samples: Samples | None, workloads: torch.Tensor | None) -> PendingWorkloadGather:
         assert self._group is not None
         device = collective_device(self._group, self._device)
         return PendingWorkloadGather(samples, workloads, self._capacity, self._group, device)
@@ -302,7 +304,7 @@ class BatchBalancer:
         return workloads[: samples.num_samples].detach().to(torch.float64).contiguous()
 
 
-def _partition(gathered: GatheredWorkloads, ranks: int) -> _SampleToRankAssignment:
+def _assign_samples_to_ranks(gathered: GatheredWorkloads, ranks: int) -> _SampleToRankAssignment:
     if not gathered.complete:
         return _SampleToRankAssignment(gathered)
     check_workloads(gathered.workloads, gathered.source)
@@ -320,7 +322,7 @@ def _described(value: Any) -> str:
     return f"a {type(value).__name__}" + (f", {value!r}" if isinstance(value, int | float | str) else "")
 
 
-def _imported(path: str) -> Any:
+def _import_function(path: str) -> Any:
     try:
         module, _, name = path.rpartition(".")
         return getattr(importlib.import_module(module), name)

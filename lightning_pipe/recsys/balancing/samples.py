@@ -55,7 +55,7 @@ class Samples:
     @property
     def device(self) -> torch.device:
         """Device of the samples."""
-        tensors = [_unwrap_keyed_tensor(piece) for piece in self._dense] + [piece.lengths for piece in self._jagged]
+        tensors = [_get_keyed_tensor_values(piece) for piece in self._dense] + [piece.lengths for piece in self._jagged]
         return tensors[0].device
 
     @property
@@ -78,20 +78,24 @@ class Samples:
     @property
     def row_bytes(self) -> int:
         """Number of bytes of a row."""
-        dense = (_unwrap_keyed_tensor(piece) for piece in self._dense)
+        dense = (_get_keyed_tensor_values(piece) for piece in self._dense)
         lengths = (jagged.lengths for jagged in self._jagged)
-        return sum(_bytes_each(tensor) for tensor in (*dense, *lengths))
+        return sum(_count_bytes_per_row(tensor) for tensor in (*dense, *lengths))
 
     @property
     def bytes_per_jagged_entry(self) -> list[tuple[int, int]]:
         """For each stream, the index of its jagged tensor and the number of bytes of an entry."""
-        return [(place, _bytes_each(stream)) for place, jagged in enumerate(self._jagged) for stream in jagged.streams]
+        return [
+            (place, _count_bytes_per_row(stream))
+            for place, jagged in enumerate(self._jagged)
+            for stream in jagged.streams
+        ]
 
     # ------------------------------------------------------------------ to bytes
 
     def pack_rows(self, order: Tensor) -> Tensor:
         """Return the rows of the real samples in *order*, as concatenated bytes."""
-        columns = [_as_bytes(_unwrap_keyed_tensor(piece).detach().index_select(0, order)) for piece in self._dense]
+        columns = [_as_bytes(_get_keyed_tensor_values(piece).detach().index_select(0, order)) for piece in self._dense]
         columns += [_as_bytes(jagged.lengths.index_select(0, order)) for jagged in self._jagged]
         return torch.cat(columns, dim=1).reshape(-1)
 
@@ -112,14 +116,14 @@ class Samples:
 
         def unpack_next_column(like: Tensor) -> Tensor:
             nonlocal begin
-            width = _bytes_each(like)
+            width = _count_bytes_per_row(like)
             column_bytes = table[:, begin : begin + width].clone(memory_format=torch.contiguous_format)
             begin += width
             real = column_bytes.view(-1).view(like.dtype).view(self.num_samples, *like.shape[1:])
             return real if self.num_samples == self.num_rows else torch.cat([real, like.detach()[self.num_samples :]])
 
         for piece in self._dense:
-            column = unpack_next_column(_unwrap_keyed_tensor(piece))
+            column = unpack_next_column(_get_keyed_tensor_values(piece))
             replacements[id(piece)] = (
                 column if isinstance(piece, Tensor) else KeyedTensor(piece.keys(), piece.length_per_key(), column)
             )
@@ -128,7 +132,7 @@ class Samples:
             lengths = unpack_next_column(jagged.lengths)
             values = [next(remaining_streams).view(like.dtype).view(-1, *like.shape[1:]) for like in jagged.streams]
             replacements[id(jagged.piece)] = self._rebuild_jagged(jagged, lengths, values)
-        return _rebuilt(self._batch, replacements, {})
+        return _replace_leaves_in_batch(self._batch, replacements, {})
 
     def _rebuild_jagged(self, jagged: _Jagged, lengths: Tensor, by_sample: list[Tensor]) -> Any:
         if self.num_samples < self.num_rows:
@@ -178,9 +182,9 @@ def locate_sample_tensors(batch: Any, real: int | None = None, keep: Collection[
         ((name, piece) for name, piece in named_pieces if isinstance(piece, (KeyedJaggedTensor, JaggedTensor))),
         named_pieces[0],
     )
-    rows = _rows(first, first_piece)
+    rows = _count_rows_of_tensor_or_kjt(first, first_piece)
     for name, piece in named_pieces:
-        if (piece_rows := _rows(name, piece)) != rows:
+        if (piece_rows := _count_rows_of_tensor_or_kjt(name, piece)) != rows:
             raise InputError(
                 f"{name} has {piece_rows} row(s), but {first} has {rows}; expected a row for each sample in every part"
                 f" of a balanced batch. If {name} belongs to the batch as a whole, name it in the"
@@ -223,7 +227,7 @@ def _iterate_batch_parts(
         yield from _iterate_batch_parts(child, (*path, step), (*parents, id(value)), keep)
 
 
-def _rows(name: str, piece: Any) -> int:
+def _count_rows_of_tensor_or_kjt(name: str, piece: Any) -> int:
     if isinstance(piece, KeyedJaggedTensor):
         if piece.variable_stride_per_key():
             raise InputError(
@@ -233,7 +237,7 @@ def _rows(name: str, piece: Any) -> int:
         return piece.stride()
     if isinstance(piece, JaggedTensor):
         return len(piece.lengths())
-    tensor = _unwrap_keyed_tensor(piece)
+    tensor = _get_keyed_tensor_values(piece)
     if tensor.is_nested or tensor.layout != torch.strided:
         raise InputError(
             f"{name} is a nested or sparse tensor; expected a dense tensor or one of TorchRec's jagged tensors"
@@ -282,18 +286,20 @@ def _describe_tensor_or_kjt(piece: Any) -> str:
     )
 
 
-def _unwrap_keyed_tensor(piece: Tensor | KeyedTensor) -> Tensor:
+def _get_keyed_tensor_values(piece: Tensor | KeyedTensor) -> Tensor:
     return piece.values() if isinstance(piece, KeyedTensor) else piece
 
 
-def _rebuilt(value: Any, replacements: Mapping[int, Any], seen: dict[int, Any]) -> Any:
+def _replace_leaves_in_batch(value: Any, replacements: Mapping[int, Any], seen: dict[int, Any]) -> Any:
     """Return *value* with its pieces replaced by *replacements*; objects without such pieces are not copied."""
     if id(value) in replacements:
         return replacements[id(value)]
     if isinstance(value, LEAF_TYPES) or id(value) in seen:
         return seen.get(id(value), value)
     seen[id(value)] = value  # also ends a cycle
-    parts = [(step, child, _rebuilt(child, replacements, seen)) for step, child in iterate_children(value)]
+    parts = [
+        (step, child, _replace_leaves_in_batch(child, replacements, seen)) for step, child in iterate_children(value)
+    ]
     if any(child is not rebuilt for _, child, rebuilt in parts):
         seen[id(value)] = _copy_with_parts(value, [rebuilt for _, _, rebuilt in parts])
     return seen[id(value)]
@@ -339,7 +345,7 @@ def _concatenate_ranges(starts: Tensor, lengths: Tensor, total: int) -> Tensor:
     return shifts + torch.arange(total, device=starts.device)
 
 
-def _bytes_each(tensor: Tensor) -> int:
+def _count_bytes_per_row(tensor: Tensor) -> int:
     return tensor.element_size() * tensor[:0].flatten(1).shape[1] if tensor.dim() > 1 else tensor.element_size()
 
 
@@ -349,5 +355,5 @@ def _as_bytes(tensor: Tensor) -> Tensor:
         tensor.contiguous()
         .reshape(-1)
         .view(torch.uint8)
-        .view(len(tensor), -1 if tensor.numel() else _bytes_each(tensor))
+        .view(len(tensor), -1 if tensor.numel() else _count_bytes_per_row(tensor))
     )

@@ -35,10 +35,10 @@ from lightning_pipe.engine.runtime.devices import current_stream
 class DenseGradientReducer:
     """Averages the gradients of parameters over the ranks of a process group.
 
-    A step is ``prepare()``, one backward and ``finalize()``, on every rank. A parameter that a rank does not use counts
-    as zero on that rank; a parameter that no rank uses keeps ``grad`` None. Gradients accumulated before the backward
-    are averaged together with the new ones, as one sum. Sparse gradients are averaged as dense ones. A group of one
-    rank adds no hooks, copies or collectives.
+    A step is ``prepare_for_backward()``, one backward and ``finalize()``, on every rank. A parameter that a rank
+    does not use counts as zero on that rank; a parameter that no rank uses keeps ``grad`` None. Gradients
+    accumulated before the backward are averaged together with the new ones, as one sum. Sparse gradients are
+    averaged as dense ones. A group of one rank adds no hooks, copies or collectives.
 
     Frozen parameters are excluded. Parameters may be frozen and unfrozen between steps, in the same way on all ranks.
     """
@@ -89,7 +89,7 @@ class DenseGradientReducer:
             self._disarm()
 
     def mark_gradients_ready(self, parameters: Iterable[Parameter]) -> None:
-        """Replace the backward after :meth:`prepare`: existing gradients of *parameters* count as its results."""
+        """Instead of a backward after :meth:`prepare_for_backward`, take existing gradients as its results."""
         if not (self._armed and self._sync):
             return
         ready_ids = {id(parameter) for parameter in parameters if parameter.grad is not None}

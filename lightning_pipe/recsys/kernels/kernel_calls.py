@@ -56,13 +56,13 @@ class KernelCall:
     count: int
 
     @property
-    def has_current_rate(self) -> bool:
+    def has_current_learning_rate(self) -> bool:
         """True if the kernel's learning rate has not changed since the call."""
         return self.learning_rate == self.kernel.learning_rate_tensor.item()
 
     def output_at_current_rate(self) -> torch.Tensor:
         """Return the output to run backward from: of a repeated call if the learning rate has changed since."""
-        if self.has_current_rate:
+        if self.has_current_learning_rate:
             return self.output
         with (
             hide_prefetch_queues_of_kernels([self.kernel]),
@@ -86,7 +86,7 @@ class SyntheticKernelCall(KernelCall):
         return cls(call.kernel, indices, offsets, weights, output, arguments, call.learning_rate, call.count)
 
     @property
-    def has_current_rate(self) -> bool:
+    def has_current_learning_rate(self) -> bool:
         return False
 
 

@@ -120,7 +120,7 @@ def parse_class_config(option: str, config: Any, kind: type[Kind], example: str)
     return configured, dict(arguments)
 
 
-def _has_kernel(support: _FusedOptimizerSupport, device: torch.device, is_dynamic: bool) -> bool:
+def _has_fused_optimizer_kernel(support: _FusedOptimizerSupport, device: torch.device, is_dynamic: bool) -> bool:
     return support.cpu or device.type != "cpu" or (is_dynamic and support.row_adam)
 
 
@@ -128,7 +128,7 @@ def _list_usable_optimizers(device: torch.device, is_dynamic: bool) -> str:
     return ", ".join(
         class_name(optimizer_class)
         for optimizer_class, support in _SUPPORTED.items()
-        if _has_kernel(support, device, is_dynamic)
+        if _has_fused_optimizer_kernel(support, device, is_dynamic)
     )
 
 
@@ -232,17 +232,17 @@ def resolve_table_optimizer(
             f"table {table} has the optimizer {name}, which has no fused kernel. Use one of"
             f" {_list_usable_optimizers(device, is_dynamic)}."
         )
-    if not _has_kernel(support, device, is_dynamic):
+    if not _has_fused_optimizer_kernel(support, device, is_dynamic):
         raise SetupError(
             f"table {table} has the optimizer {name}, for which FBGEMM has no CPU kernel. On CPU, use one of"
             f" {_list_usable_optimizers(device, is_dynamic)}."
         )
     arguments = {key: value for key, value in arguments.items() if key != "optimizer"}
-    defaults = _defaults(support.reference) or dict.fromkeys(support.passed, 0.0)
+    defaults = _get_optimizer_class_defaults(support.reference) or dict.fromkeys(support.passed, 0.0)
     left_out: dict[str, tuple[Any, Any]] = {}
     if in_backward:
         arguments = _rename_kernel_to_class_arguments(table, name, support, arguments)
-        of_kernel = {key: value for key, value in _kernel_defaults().items() if key in support.passed}
+        of_kernel = {key: value for key, value in _get_kernel_optimizer_defaults().items() if key in support.passed}
         left_out = {
             key: (value, defaults[key])
             for key, value in of_kernel.items()
@@ -261,7 +261,7 @@ def resolve_table_optimizer(
             f"table {table}: the optimizer {name} requires {', '.join(missing)}, since the defaults of the fused kernel"
             " and the class differ. Set its value."
         )
-    _refuse_what_no_kernel_does(table, name, support, arguments)
+    _refuse_unsupported_hyper_parameters(table, name, support, arguments)
     hyper_parameters = {key: arguments.get(key, defaults[key]) for key in support.passed if key in defaults}
     _check_hyper_parameters(table, name, support, hyper_parameters)
     return TableOptimizerSpec(
@@ -274,7 +274,7 @@ def resolve_table_optimizer(
 
 
 @cache
-def _kernel_defaults() -> Mapping[str, Any]:
+def _get_kernel_optimizer_defaults() -> Mapping[str, Any]:
     """Return the defaults of FBGEMM's kernels for hyper-parameters that TorchRec omits, by the classes' names."""
     arguments = inspect.signature(SplitTableBatchedEmbeddingBagsCodegen.__init__).parameters
     defaults = {key: arguments[key].default for key in ("eps", "momentum", "weight_decay", "eta")}
@@ -302,7 +302,7 @@ def _rename_kernel_to_class_arguments(
                 f"table {table}: the optimizer {name} got {key} and {', '.join(by_kernel_name)}, which have the same"
                 f" meaning. Remove {key}."
             )
-        default = _kernel_defaults()[key]
+        default = _get_kernel_optimizer_defaults()[key]
         defaults = default if len(names) > 1 else (default,)
         values = tuple(
             by_kernel_name.get(kernel_name, value) for kernel_name, value in zip(names, defaults, strict=True)
@@ -311,7 +311,7 @@ def _rename_kernel_to_class_arguments(
     return by_class_name
 
 
-def _defaults(reference: type[torch.optim.Optimizer] | None) -> dict[str, Any]:
+def _get_optimizer_class_defaults(reference: type[torch.optim.Optimizer] | None) -> dict[str, Any]:
     if reference is None:
         return {}
     return {
@@ -321,10 +321,10 @@ def _defaults(reference: type[torch.optim.Optimizer] | None) -> dict[str, Any]:
     }
 
 
-def _refuse_what_no_kernel_does(
+def _refuse_unsupported_hyper_parameters(
     table: str, name: str, support: _FusedOptimizerSupport, arguments: Mapping[str, Any]
 ) -> None:
-    for key, default in _defaults(support.reference).items():
+    for key, default in _get_optimizer_class_defaults(support.reference).items():
         if key in support.passed or key in _IMPLEMENTATION_CHOICES or arguments.get(key, default) == default:
             continue
         raise SetupError(

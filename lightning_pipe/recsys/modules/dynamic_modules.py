@@ -86,7 +86,7 @@ class RowStorageOptions:
     id_map_device: IdMapDevice = "host"
 
 
-class _Dynamic:
+class _DynamicModuleMixin:
     """Common part of the two modules."""
 
     dynamic_tables: dict[str, DynamicTable]
@@ -115,7 +115,7 @@ class _Dynamic:
         )
 
 
-class DynamicEmbeddingBagCollection(_Dynamic, EmbeddingBagCollection):
+class DynamicEmbeddingBagCollection(_DynamicModuleMixin, EmbeddingBagCollection):
     """TorchRec's ``EmbeddingBagCollection`` with tables of no fixed size.
 
     It is called with a ``KeyedJaggedTensor`` of any int64 ids, and returns a ``KeyedTensor`` (batch size x sum of
@@ -156,7 +156,8 @@ class DynamicEmbeddingBagCollection(_Dynamic, EmbeddingBagCollection):
         super().__init__(
             tables=[
                 EmbeddingBagConfig(
-                    **_config(table), pooling=PoolingType.MEAN if table.pooling == "mean" else PoolingType.SUM
+                    **_get_table_config_kwargs(table),
+                    pooling=PoolingType.MEAN if table.pooling == "mean" else PoolingType.SUM,
                 )
                 for table in dynamic_tables
             ],
@@ -166,7 +167,7 @@ class DynamicEmbeddingBagCollection(_Dynamic, EmbeddingBagCollection):
         self.register_load_state_dict_pre_hook(_fill_missing_state_dict_entries)
 
 
-class DynamicEmbeddingCollection(_Dynamic, EmbeddingCollection):
+class DynamicEmbeddingCollection(_DynamicModuleMixin, EmbeddingCollection):
     """TorchRec's ``EmbeddingCollection`` (sequences, not pooled) with tables of no fixed size.
 
     It returns a dictionary with a ``JaggedTensor`` per feature, of total ids x ``embedding_dim``.
@@ -195,13 +196,13 @@ class DynamicEmbeddingCollection(_Dynamic, EmbeddingCollection):
             tables, RowStorageOptions(Path(store), seed, commit_every, check_nan, existing_rows, id_map_device)
         )
         super().__init__(
-            tables=[EmbeddingConfig(**_config(table)) for table in dynamic_tables],
+            tables=[EmbeddingConfig(**_get_table_config_kwargs(table)) for table in dynamic_tables],
             device=torch.device("meta"),
         )
         self.register_load_state_dict_pre_hook(_fill_missing_state_dict_entries)
 
 
-def _config(table: DynamicTable) -> dict[str, Any]:
+def _get_table_config_kwargs(table: DynamicTable) -> dict[str, Any]:
     """Arguments of TorchRec's description of a table, which has the rows of the cache."""
     return {
         "name": table.name,
@@ -220,7 +221,7 @@ def _fill_missing_state_dict_entries(module: nn.Module, state: dict[str, Any], p
 
 def is_dynamic_type(module_type: type[nn.Module]) -> bool:
     """Return True if a module's class is one of the dynamic modules."""
-    return issubclass(module_type, _Dynamic)
+    return issubclass(module_type, _DynamicModuleMixin)
 
 
 def is_dynamic(module: nn.Module) -> bool:

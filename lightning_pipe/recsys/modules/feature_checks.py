@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from lightning_pipe._compat.torchrec import copy_with_tensors, set_kjt_tensors
+from lightning_pipe._compat.torchrec import copy_kjt_with_tensors, set_kjt_tensors
 from lightning_pipe.engine.common.errors import InputError
 
 
@@ -100,7 +100,7 @@ def _describe_kjt_length_mismatch(features: KeyedJaggedTensor, reads: bool) -> s
     summed = stated
     if reads or (offsets if lengths is None else lengths).device.type == "cpu":
         # Sums that the caller stated, or that an earlier batch left in the object, are computed again.
-        summed = (features if stated is None else copy_with_tensors(features).unsync()).length_per_key()
+        summed = (features if stated is None else copy_kjt_with_tensors(features).unsync()).length_per_key()
     if summed is None:
         return None
     if stated is not None and list(stated) != summed:
@@ -129,7 +129,7 @@ def _describe_invalid_length(features: KeyedJaggedTensor) -> str | None:
     return None
 
 
-def check_first_batch(name: str, features: KeyedJaggedTensor, expected: Sequence[str]) -> None:
+def check_features_match_tables(name: str, features: KeyedJaggedTensor, expected: Sequence[str]) -> None:
     """Check a module's first batch against its tables."""
     missing = sorted(set(expected) - set(features.keys()))
     if missing:
@@ -162,10 +162,10 @@ def conform_features(name: str, features: KeyedJaggedTensor, form: FeatureForm) 
             f"sharded module {name!r} expected features in the form of its first batch, {form}, got {batch_form}. Give"
             " every batch the same form."
         )
-    return _reorder(features, form)
+    return _reorder_features(features, form)
 
 
-def _reorder(features: KeyedJaggedTensor, form: FeatureForm) -> KeyedJaggedTensor:
+def _reorder_features(features: KeyedJaggedTensor, form: FeatureForm) -> KeyedJaggedTensor:
     inverse = features.inverse_indices_or_none()
     with torch.no_grad():
         keys = features.keys()
@@ -188,7 +188,7 @@ def check_has_samples(name: str, features: KeyedJaggedTensor) -> None:
 
 def drop_feature_weights(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
     """Return ``features`` without weights, as a shallow copy if needed: TorchRec's sharded modules always use them."""
-    return features if features.weights_or_none() is None else copy_with_tensors(features, weights=None)
+    return features if features.weights_or_none() is None else copy_kjt_with_tensors(features, weights=None)
 
 
 def wrong_input_error(name: str, features: object, keys: Sequence[str]) -> InputError:
@@ -199,7 +199,7 @@ def wrong_input_error(name: str, features: object, keys: Sequence[str]) -> Input
     )
 
 
-def refuse_missing_weights(name: str, features: KeyedJaggedTensor) -> None:
+def refuse_missing_feature_weights(name: str, features: KeyedJaggedTensor) -> None:
     """Raise InputError for features without weights, for which TorchRec's sharded modules would silently use 1."""
     if features.weights_or_none() is None:
         raise InputError(
@@ -257,4 +257,4 @@ def check_ids(name: str, features: KeyedJaggedTensor, tables: dict[str, IdLimit]
 def shallow_copy_features(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
     """Return a shallow copy of ``features``, so that a feature processor does not put weights on the user's batch."""
     weights = features.weights_or_none()
-    return copy_with_tensors(features, weights=None if weights is None else weights.clone())
+    return copy_kjt_with_tensors(features, weights=None if weights is None else weights.clone())

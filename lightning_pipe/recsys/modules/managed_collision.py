@@ -17,7 +17,12 @@ from torchrec.distributed.mc_embeddingbag import ShardedManagedCollisionEmbeddin
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_pipe._compat.managed_collision import IdMapShard, sharded_id_maps
-from lightning_pipe._compat.torchrec import copy_with_tensors, kernels_of, table_configs, unwrap_embedding_module
+from lightning_pipe._compat.torchrec import (
+    copy_kjt_with_tensors,
+    iter_lookup_kernels_with_tables,
+    table_configs,
+    unwrap_managed_collision_module,
+)
 
 _TOLD = "_lightning_pipe_told_of_evictions"
 
@@ -35,9 +40,9 @@ class _ShardedManagedCollisionMixin:
 
     def input_dist(self, ctx: Any, features: KeyedJaggedTensor) -> Any:
         """TorchRec's input dist, of features in the form of the first batch, with ids of 64 bits."""
-        features = unwrap_embedding_module(self).prepare_features(ctx, features)
+        features = unwrap_managed_collision_module(self).prepare_features(ctx, features)
         if features.values().dtype != torch.int64:
-            features = copy_with_tensors(features, values=features.values().long())
+            features = copy_kjt_with_tensors(features, values=features.values().long())
         return super().input_dist(ctx, features)  # type: ignore[misc]
 
     def compute(self, ctx: Any, dist_input: Any) -> Any:
@@ -79,7 +84,7 @@ def _reset_rows(module: nn.Module, evicted: Mapping[str, torch.Tensor | None]) -
     """
     maps = {id_map.table: id_map for id_map in sharded_id_maps("", module)}
     configs = {config.name: config for config in table_configs(module)}
-    for kernel, tables in kernels_of(module):
+    for kernel, tables in iter_lookup_kernels_with_tables(module):
         states = kernel.split_optimizer_states()
         for index, (table, weights) in enumerate(zip(tables, kernel.split_embedding_weights(), strict=True)):
             rows = evicted.get(table.name)

@@ -28,7 +28,7 @@ from lightning_pipe._compat.torch import register_pytree_node
 from lightning_pipe._compat.torchrec import disable_mean_pooling, module_name
 from lightning_pipe.recsys.modules.feature_checks import (
     FeatureForm,
-    check_first_batch,
+    check_features_match_tables,
     conform_features,
     drop_feature_weights,
     wrong_input_error,
@@ -217,7 +217,7 @@ def _conform_to_first_batch(
     form = module.__dict__.get("_first_form")
     if form is not None:
         return conform_features(module_name(module), features, form)
-    check_first_batch(module_name(module), features, _list_feature_names(configs))
+    check_features_match_tables(module_name(module), features, _list_feature_names(configs))
     module.__dict__["_first_form"] = FeatureForm.from_features(features)
     return features
 

@@ -134,13 +134,13 @@ class QuantizedComms:
         # In int8, values that share a scale. Their number divides the size of any data that the module exchanges.
         row = math.gcd(*(int(shard.shard_sizes[1]) for shard in shards)) or 1
         codecs = QuantizedCommCodecs(
-            forward=_Codec(PRECISIONS[self.forward], self.forward_loss_scale, row),
-            backward=_Codec(PRECISIONS[self.backward], self.backward_loss_scale, row),
+            forward=_LossScaledCommCodec(PRECISIONS[self.forward], self.forward_loss_scale, row),
+            backward=_LossScaledCommCodec(PRECISIONS[self.backward], self.backward_loss_scale, row),
         )
         return {op.name: codecs for op in _OPS}
 
 
-class _Codec(QuantizedCommCodec):
+class _LossScaledCommCodec(QuantizedCommCodec):
     """FBGEMM's codec of one direction."""
 
     def __init__(self, precision: SparseType, scale: float | None, row: int) -> None:

@@ -26,7 +26,7 @@ from torchrec.modules.mc_modules import (
 )
 from torchrec.modules.object_pool import ObjectPool
 
-from lightning_pipe._compat.managed_collision import id_maps_before_sharding
+from lightning_pipe._compat.managed_collision import get_unsharded_id_maps
 from lightning_pipe._compat.torch import COMPILED
 from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.recsys.kernels.table_optimizer import TableOptimizerSpec
@@ -252,7 +252,7 @@ def _tables_of(name: str, module: nn.Module) -> Iterator[tuple[Table, nn.Paramet
         child_name, holder = next(child for child in module.named_children() if isinstance(child[1], inner))
         prefix = _join_module_path(name, child_name)
     if isinstance(module, BaseManagedCollisionEmbeddingCollection):
-        for table_name, id_map in id_maps_before_sharding(module).items():
+        for table_name, id_map in get_unsharded_id_maps(module).items():
             if not isinstance(id_map, MCHManagedCollisionModule):
                 raise SetupError(
                     f"table {table_name} of module {name or 'given'} maps ids by a {type(id_map).__name__}, expected an"

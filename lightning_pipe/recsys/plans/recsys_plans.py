@@ -22,7 +22,7 @@ from lightning_pipe.engine import PipelinePlan, PipelineTask, PlanError, PlanSpe
 from lightning_pipe.engine.plans.schedule import MAIN
 from lightning_pipe.engine.plans.spec import Edge
 from lightning_pipe.engine.plans.user_files import open_plan_file
-from lightning_pipe.engine.ranks.gloo_all_to_all import benefits_from_full_duplex_all_to_all
+from lightning_pipe.engine.ranks.gloo_all_to_all import is_multi_host_gloo_group
 
 # Tasks of a balancer, and the average of table replicas, which only some models have.
 BALANCING = ("BalanceStart", "BalanceFinish")
@@ -239,11 +239,7 @@ def needs_input_dist_process_group(plan: PipelinePlan) -> bool:
     """Return True if the input dist needs a process group in addition to the tables'. Ranks pass the same plan."""
     world = dist.group.WORLD
     # If no task runs ahead, no other collective is in flight: a group only pays off for Gloo across hosts.
-    return (
-        plan.max_stage > 0
-        or runs_input_on_worker(plan)
-        or (world is not None and benefits_from_full_duplex_all_to_all(world))
-    )
+    return plan.max_stage > 0 or runs_input_on_worker(plan) or (world is not None and is_multi_host_gloo_group(world))
 
 
 def runs_input_on_worker(plan: PipelinePlan) -> bool:

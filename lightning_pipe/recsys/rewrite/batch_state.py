@@ -12,7 +12,7 @@ from torchrec.distributed.types import Awaitable
 
 from lightning_pipe.recsys.kernels.kernel_calls import KernelOutputGradients, LookupCalls
 from lightning_pipe.recsys.modules.call_arguments import Arguments, PostprocessResults
-from lightning_pipe.recsys.rewrite.boundary import EmbeddingCut, cut_output
+from lightning_pipe.recsys.rewrite.boundary import EmbeddingCut, cut_autograd_at_output
 from lightning_pipe.recsys.rewrite.input_dist import SplitsRequest
 
 if TYPE_CHECKING:
@@ -79,42 +79,42 @@ class Embeddings:
         self.kernel_gradients: KernelOutputGradients | None = None
         self._rows: list[BatchRows] = []
 
-    def add(self, name: str, output: Any, lookups: LookupCalls | None = None) -> Any:
+    def add_output_with_autograd_cut(self, name: str, output: Any, lookups: LookupCalls | None = None) -> Any:
         """Cut the awaited ``output`` of one call of the module ``name``, and return the output for the step."""
         cuts: list[EmbeddingCut] = []
-        passed_on = cut_output(output, cuts)
+        passed_on = cut_autograd_at_output(output, cuts)
         self.calls.append(ModuleCall(name, cuts, lookups))
         return passed_on
 
     def add_ready_output(self, name: str, output: Any, lookups: LookupCalls | None = None) -> None:
-        self.ready[name] = self.add(name, output, lookups)
+        self.ready[name] = self.add_output_with_autograd_cut(name, output, lookups)
 
-    def cuts(self) -> Iterator[EmbeddingCut]:
+    def iterate_autograd_cuts(self) -> Iterator[EmbeddingCut]:
         for call in self.calls:
             yield from call.cuts
 
     def gradient_tensors(self) -> list[torch.Tensor]:
         """Return the unscaled gradients that the dense backward has sent to this rank's outputs so far."""
-        return [cut.gradient for cut in self.cuts() if cut.gradient is not None]
+        return [cut.gradient for cut in self.iterate_autograd_cuts() if cut.gradient is not None]
 
     def hold_rows(self, rows: Iterable[BatchRows]) -> None:
         """Hold rows of dynamic tables that were looked up, and release them when the step ends."""
         self._rows += rows
 
-    def hand_over_rows(self) -> list[BatchRows]:
+    def take_held_rows(self) -> list[BatchRows]:
         """Return the rows that are held, which the caller releases from now on."""
         rows, self._rows = self._rows, []
         return rows
 
     def release(self, trained: bool) -> None:
         """Release all state, after the tables' backward or in its place."""
-        release_rows(self.hand_over_rows(), trained)
+        release_pinned_rows(self.take_held_rows(), trained)
         self.ready.clear()
         self.calls.clear()
         self.kernel_gradients = None
 
 
-def release_rows(rows: Sequence[BatchRows], trained: bool) -> None:
+def release_pinned_rows(rows: Sequence[BatchRows], trained: bool) -> None:
     """End the lookups in dynamic tables of one step."""
     if rows:
         from lightning_pipe.recsys.dynamic.tables.row_tables import end_lookups  # lazy: few models have dynamic tables

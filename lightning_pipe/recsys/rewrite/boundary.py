@@ -54,7 +54,7 @@ class _Boundary(torch.autograd.Function):
         return None, None, None
 
 
-def cut_tensor(source: torch.Tensor, cuts: list[EmbeddingCut], name: str = "") -> torch.Tensor:
+def cut_autograd_at_tensor(source: torch.Tensor, cuts: list[EmbeddingCut], name: str = "") -> torch.Tensor:
     """Return ``source`` for the dense part and add its cut to ``cuts``. A tensor without a graph is returned as is."""
     if not source.requires_grad:
         return source
@@ -68,13 +68,13 @@ def cut_tensor(source: torch.Tensor, cuts: list[EmbeddingCut], name: str = "") -
     return result
 
 
-def cut_output(output: Any, cuts: list[EmbeddingCut]) -> Any:
+def cut_autograd_at_output(output: Any, cuts: list[EmbeddingCut]) -> Any:
     """Cut every differentiable tensor in a sharded module's awaited output."""
-    return _map_tensors(output, lambda tensor, name: cut_tensor(tensor, cuts, name), "")
+    return _map_tensors(output, lambda tensor, name: cut_autograd_at_tensor(tensor, cuts, name), "")
 
 
 def detach_output(output: Any) -> Any:
-    """Return the output of :func:`cut_output` for a call under ``no_grad``: the same values without gradients."""
+    """Return the output of :func:`cut_autograd_at_output` under ``no_grad``: the same values without gradients."""
     return _map_tensors(output, lambda tensor, _: tensor.detach(), "")
 
 

@@ -35,8 +35,8 @@ class Recorder:
 
     def record_call(self, name: str, positional: tuple[Any, ...], named: dict[str, Any]) -> None:
         """Record one call of the sharded module ``name``."""
-        sources = [self._source(value) for value in positional]
-        named_sources = {key: self._source(value) for key, value in named.items()}
+        sources = [self._find_source_in_batch(value) for value in positional]
+        named_sources = {key: self._find_source_in_batch(value) for key, value in named.items()}
         reasons = [text for text in (*sources, *named_sources.values()) if isinstance(text, str)]
         arguments = reasons[0] if reasons else CallArguments(tuple(sources), named_sources)  # type: ignore[arg-type]
         self._calls.setdefault(name, []).append((arguments, (positional, named)))
@@ -53,7 +53,7 @@ class Recorder:
         calls = self._calls.get(name, [])
         return calls[0][1] if len(calls) == 1 else None
 
-    def _source(self, value: Any) -> Source | str:
+    def _find_source_in_batch(self, value: Any) -> Source | str:
         if value is None:
             return ConstantArgument(None)
         path = self._path_by_id.get(id(value))

@@ -59,14 +59,14 @@ class EarlyRelease:
         """Release the ids and weights of all arguments of pipelined modules, all of which have been sent."""
         released: dict[int, KeyedJaggedTensor] = {}
         for entry in self._sharded.values():
-            for source in () if entry.arguments is None else _sources(entry.arguments):
+            for source in () if entry.arguments is None else _iterate_argument_sources(entry.arguments):
                 features = source.resolve(inputs.batch, inputs.postprocessed)
                 if not isinstance(features, KeyedJaggedTensor) or not self._can_release_features(features):
                     continue
                 if source.resolve(inputs.batch, inputs.postprocessed) is features:
                     released[id(features)] = features
         for features in released.values():
-            _release(features)
+            _release_ids_and_weights(features)
 
     def _can_release_features(self, features: KeyedJaggedTensor) -> bool:
         if self._looked_up_in_step is None:
@@ -125,7 +125,7 @@ def shallow_copy_arguments(call: Arguments) -> Arguments:
     return tuple(map(copy_features, positional)), {name: copy_features(value) for name, value in named.items()}
 
 
-def _sources(arguments: CallArguments) -> Iterator[Source]:
+def _iterate_argument_sources(arguments: CallArguments) -> Iterator[Source]:
     """Yield every place in the batch, and every result of a post-processing module, that *arguments* come from."""
     pending: list[Source] = [*arguments.positional, *arguments.named.values()]
     while pending:
@@ -138,7 +138,7 @@ def _sources(arguments: CallArguments) -> Iterator[Source]:
                 pending.extend([*source.arguments.positional, *source.arguments.named.values()])
 
 
-def _release(features: KeyedJaggedTensor) -> None:
+def _release_ids_and_weights(features: KeyedJaggedTensor) -> None:
     weights = features.weights_or_none()
     set_kjt_tensors(
         features,

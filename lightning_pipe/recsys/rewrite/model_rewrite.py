@@ -60,7 +60,7 @@ from lightning_pipe.recsys.rewrite.boundary import detach_output
 from lightning_pipe.recsys.rewrite.call_recorder import Recorder
 from lightning_pipe.recsys.rewrite.early_release import EarlyRelease, shallow_copy_arguments
 from lightning_pipe.recsys.rewrite.input_dist import SplitsMessageLayout, SplitsRequest, defer_input_dists
-from lightning_pipe.recsys.rewrite.resolution import Method, Resolution
+from lightning_pipe.recsys.rewrite.resolution import ArgumentResolver, Method
 from lightning_pipe.recsys.rewrite.sharded_modules import (
     AnnouncedCall,
     ShardedModuleEntry,
@@ -136,7 +136,7 @@ class ModelRewrite:
         self._agree_group = agree_group if agree_group is not None else group
         self._model = model
         self._sharded = sharded
-        self._resolution = Resolution(model, method, step, sharded, self._agree_group, group)
+        self._resolution = ArgumentResolver(model, method, step, sharded, self._agree_group, group)
         self._postprocess_forwards: dict[str, Callable[..., Any]] = {}
         self._attached = False
         self._early_release = EarlyRelease(self._sharded) if free_features_early else None
@@ -223,7 +223,7 @@ class ModelRewrite:
         return {name: entry.module for name, entry in self._sharded.items()}
 
     @property
-    def has_peers(self) -> bool:
+    def has_other_ranks(self) -> bool:
         """True if other ranks take part, which would wait for operations that this rank leaves out."""
         return self._status_group is not None
 
@@ -240,7 +240,7 @@ class ModelRewrite:
             module = self._model.get_submodule(name)
             if "forward" not in module.__dict__:
                 self._postprocess_forwards[name] = module.forward
-                module.forward = partial(self._postprocess, name, module.forward)
+                module.forward = partial(self._get_or_run_postprocess, name, module.forward)
 
     def detach(self) -> None:
         """Restore all replaced forwards, so that the model is as before. Batches in flight stay valid."""
@@ -262,7 +262,7 @@ class ModelRewrite:
         Yields:
             The embeddings of the step, for ``backward``.
         """
-        with self.using_looked_up_embeddings(Embeddings(self._create_empty_module_inputs(batch)), batch) as embeddings:
+        with self.using_looked_up_embeddings(Embeddings(self._init_module_inputs(batch)), batch) as embeddings:
             yield embeddings
 
     def transferring(self, batch: Any) -> AbstractContextManager[None]:
@@ -292,7 +292,7 @@ class ModelRewrite:
             raise_together(error, "", self._agree_group, InputError)
             self._resolution.check_first_batch_and_resolve(batch)
             self._attach_postprocesses()
-        splits = PendingSplits(self._create_empty_module_inputs(batch))
+        splits = PendingSplits(self._init_module_inputs(batch))
         pipelined = [entry for entry in self._sharded.values() if entry.arguments is not None]
         requests: dict[str, Any] = {}
         try:
@@ -338,7 +338,7 @@ class ModelRewrite:
             batch: transferred batch with the same features as the distributed one.
             contexts: contexts of the distributed batch.
         """
-        inputs = self._create_empty_module_inputs(batch)
+        inputs = self._init_module_inputs(batch)
         inputs.contexts = contexts
         for entry in self._sharded.values():
             if entry.arguments is not None:
@@ -373,7 +373,7 @@ class ModelRewrite:
             self._sharded[name].prefetch(features, inputs.contexts[name], lookup_on, self.splits_backward)
         return DistributedFeatures(inputs, distributed, requests.error)
 
-    def lookup(self, features: DistributedFeatures) -> Embeddings:
+    def look_up_embeddings(self, features: DistributedFeatures) -> Embeddings:
         """Look up for all modules, wait for the output dist of each, and cut the outputs.
 
         Without grad mode (evaluation) outputs are not cut and the kernels' step counters do not advance.
@@ -419,7 +419,9 @@ class ModelRewrite:
             InputError: the step passes a module other objects than those distributed for it; raised in the step.
         """
         if self._serving is not None:
-            raise SetupError("a step is being served already. End its serving() before the next one begins.")
+            raise SetupError(
+                "a step is being served already. Leave using_looked_up_embeddings() before the next one begins."
+            )
         recorder = self._recorder = None if self.is_resolved else Recorder(batch)
         self._serving = embeddings
         record_stream(embeddings.inputs.postprocessed.all_results())
@@ -466,13 +468,13 @@ class ModelRewrite:
         if self._recorder is not None:
             self._recorder.record_call(entry.name, *call)
         if embeddings is None:
-            return self._call_now(entry, call)
+            return self._call_sharded_module_now(entry, call)
         with self._capturing_lookup_calls(entry.module) as lookups:
-            output = self._call_now(entry, call)
+            output = self._call_sharded_module_now(entry, call)
         embeddings.hold_rows(_take_pinned_rows([entry.module]))
-        return embeddings.add(entry.name, output, lookups)
+        return embeddings.add_output_with_autograd_cut(entry.name, output, lookups)
 
-    def _call_now(self, entry: ShardedModuleEntry, call: Arguments) -> Any:
+    def _call_sharded_module_now(self, entry: ShardedModuleEntry, call: Arguments) -> Any:
         return entry.call_now(
             lambda: self._check_and_conform_arguments(entry, call), self._agree_group, self.announce_lookup
         )
@@ -486,12 +488,12 @@ class ModelRewrite:
         name, forms = announced
         self._sharded[name].run_empty_lookup(forms)
 
-    def _postprocess(self, name: str, forward: Callable[..., Any], /, *positional: Any, **named: Any) -> Any:
+    def _get_or_run_postprocess(self, name: str, forward: Callable[..., Any], /, *positional: Any, **named: Any) -> Any:
         if self._serving is not None and self._serving.inputs.postprocessed.matches(name, positional, named):
             return self._serving.inputs.postprocessed.result(name)
         return forward(*positional, **named)
 
-    def _create_empty_module_inputs(self, batch: Any) -> ModuleInputs:
+    def _init_module_inputs(self, batch: Any) -> ModuleInputs:
         return ModuleInputs(batch, PostprocessResults(self._postprocess_forwards))
 
     def _resolve_checked_arguments(

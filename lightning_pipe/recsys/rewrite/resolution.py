@@ -30,7 +30,7 @@ Method = Literal["auto", "record", "direct", "fx"]
 Candidates = dict[str, CallArguments | str]
 
 
-class Resolution:
+class ArgumentResolver:
     """Finds the input of each module by the chosen method, and sets it in the modules' records."""
 
     def __init__(
@@ -110,7 +110,7 @@ class Resolution:
         for name, (positional, named) in calls.items():  # TorchRec builds a module's input dist at its first batch
             module = self._sharded[name].module
             module.input_dist(module.create_context(), *positional, **named).wait().wait()
-        self._apply_resolution(agreed, calls)
+        self._apply_agreed_arguments(agreed, calls)
 
     def resolve_from_recording(self, recorder: Recorder) -> None:
         """Resolve from the recorded first step, or by fx for modules whose argument the step made."""
@@ -137,7 +137,7 @@ class Resolution:
             assert call is not None
             self._sharded[name].arguments = arguments
             calls[name] = self._sharded[name].check_and_conform_arguments(call)
-        self._apply_resolution(agreed, calls)
+        self._apply_agreed_arguments(agreed, calls)
 
     def _select_agreed_arguments(self, candidates: Candidates) -> dict[str, CallArguments]:
         """Return the inputs that are equal on all ranks, and set the reasons of the other modules."""
@@ -160,7 +160,7 @@ class Resolution:
                 self._sharded[name].reason = text if len(set(views)) == 1 else f"{text} (rank {rank})"
         return agreed
 
-    def _apply_resolution(self, agreed: dict[str, CallArguments], calls: dict[str, Arguments]) -> None:
+    def _apply_agreed_arguments(self, agreed: dict[str, CallArguments], calls: dict[str, Arguments]) -> None:
         by_rank = all_gather_objects(
             {name: self._sharded[name].make_input_dists_fusable(calls[name], self._group) for name in agreed},
             self._agree_group,

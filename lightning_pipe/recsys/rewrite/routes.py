@@ -19,7 +19,7 @@ from torchrec.distributed.dist_data import KJTAllToAll
 from torchrec.distributed.types import Awaitable
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from lightning_pipe._compat.torchrec import keys_per_rank, permute_segments
+from lightning_pipe._compat.torchrec import get_all_to_all_splits_and_stagger, permute_segments
 from lightning_pipe.engine.runtime.record_stream import record_stream
 from lightning_pipe.recsys.batches.transfer import move_tensor_to_device
 from lightning_pipe.recsys.modules.ids_on_wire import narrow_ids
@@ -33,7 +33,7 @@ class KJTAllToAllRoute:
     """
 
     def __init__(self, all_to_all: KJTAllToAll, group: dist.ProcessGroup, int32: bool = False) -> None:
-        keys, stagger = keys_per_rank(all_to_all)
+        keys, stagger = get_all_to_all_splits_and_stagger(all_to_all)
         self.group, self.int32 = group, int32
         self.bounds = [0, *accumulate(keys)]  # first key of each rank
         self.number = keys[group.rank()]  # of keys that arrive from each rank

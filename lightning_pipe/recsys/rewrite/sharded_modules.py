@@ -21,10 +21,10 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from lightning_pipe._compat.torch import tree_map_only
 from lightning_pipe._compat.torchrec import (
     get_all_to_all_group,
-    get_all_to_alls,
+    get_input_dist_all_to_alls,
+    get_module_sharding_types,
     is_weighted,
     sharding_group,
-    sharding_types,
     table_configs,
 )
 from lightning_pipe.engine.common.errors import InputError, SetupError
@@ -41,12 +41,12 @@ from lightning_pipe.recsys.modules.dynamic_modules import is_dynamic
 from lightning_pipe.recsys.modules.feature_checks import (
     FeatureForm,
     IdLimit,
-    check_first_batch,
+    check_features_match_tables,
     check_has_samples,
     check_ids,
     check_lengths,
     conform_features,
-    refuse_missing_weights,
+    refuse_missing_feature_weights,
     refuse_trainable_feature_weights,
     shallow_copy_features,
 )
@@ -137,9 +137,9 @@ class ShardedModuleEntry:
         if isinstance(self.module, ShardedEmbeddingCollection):
             check_has_samples(self.name, features)
         elif isinstance(self.module, ShardedEmbeddingBagCollection) and is_weighted(self.module):
-            refuse_missing_weights(self.name, features)
+            refuse_missing_feature_weights(self.name, features)
         if self.form is None:
-            check_first_batch(self.name, features, self.feature_names)
+            check_features_match_tables(self.name, features, self.feature_names)
         else:
             features = conform_features(self.name, features, self.form)
         if self._checked_tables:
@@ -156,7 +156,7 @@ class ShardedModuleEntry:
         group = self.process_group
         if group is None or group.size() == 1 or dist.get_backend(group) != "gloo":
             return
-        kinds = sharding_types(self.module)
+        kinds = get_module_sharding_types(self.module)
         if kinds & ROW_SHARDED_TYPES:
             dynamic = is_dynamic(self.module)  # always sharded by rows
             raise InputError(
@@ -237,7 +237,7 @@ class ShardedModuleEntry:
         if group is None:
             return None
         ranks = dist.get_process_group_ranks(group)
-        all_to_alls = get_all_to_alls(self.module)
+        all_to_alls = get_input_dist_all_to_alls(self.module)
         for all_to_all in all_to_alls:
             dist_ranks = dist.get_process_group_ranks(get_all_to_all_group(all_to_all))
             if dist_ranks != ranks:

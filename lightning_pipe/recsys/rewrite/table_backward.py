@@ -40,18 +40,20 @@ class TableBackward:
         A kernel takes its learning rate at lookup. If the rate has changed since then and the calls were captured, the
         kernel is called again, for a backward with the current rate.
         """
-        if embeddings.kernel_gradients is None and not _have_present_rates(embeddings):
+        if embeddings.kernel_gradients is None and not _have_current_learning_rates(embeddings):
             self.run_to_kernels(embeddings, agree_unused)
         if embeddings.kernel_gradients is not None:
             _run_kernel_backward(embeddings.kernel_gradients, scale)
-        elif calls := self._calls(embeddings, agree_unused):
+        elif calls := self._select_calls_for_backward(embeddings, agree_unused):
             cuts = [cut for call in calls for cut in call.cuts]
             torch.autograd.backward([cut.source for cut in cuts], [cut.scaled_gradient(scale) for cut in cuts])
         embeddings.release(trained=True)
 
     def run_to_kernels(self, embeddings: Embeddings, agree_unused: bool = False) -> KernelOutputGradients:
         """Run the first half: through the output dists, up to the captured calls of the lookups. No table changes."""
-        embeddings.kernel_gradients = _compute_kernel_output_gradients(self._calls(embeddings, agree_unused))
+        embeddings.kernel_gradients = _compute_kernel_output_gradients(
+            self._select_calls_for_backward(embeddings, agree_unused)
+        )
         return embeddings.kernel_gradients
 
     def discard(self, embeddings: Embeddings) -> None:
@@ -69,7 +71,7 @@ class TableBackward:
         finite = [gradient.isfinite().all() for gradient in embeddings.gradient_tensors()]
         return all_reduce_any([bool(finite) and not torch.stack(finite).all().item()], self._group)[0]
 
-    def _calls(self, embeddings: Embeddings, agree_unused: bool) -> list[ModuleCall]:
+    def _select_calls_for_backward(self, embeddings: Embeddings, agree_unused: bool) -> list[ModuleCall]:
         """Return the calls that backward goes through: those with a cut, since others cannot be trained."""
         calls = embeddings.calls
         if agree_unused:
@@ -82,9 +84,9 @@ class TableBackward:
         return calls
 
 
-def _have_present_rates(embeddings: Embeddings) -> bool:
+def _have_current_learning_rates(embeddings: Embeddings) -> bool:
     return all(
-        kernel.has_current_rate
+        kernel.has_current_learning_rate
         for call in embeddings.calls
         if call.lookups is not None
         for kernel in call.lookups.kernel_calls

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lightning_pipe.recsys.kernels.kernel_calls import KernelCall, KernelOutputGradients, SyntheticKernelCall
 from lightning_pipe.recsys.modules.managed_collision import set_eviction_hook
-from lightning_pipe.recsys.rewrite.batch_state import Embeddings, release_rows
+from lightning_pipe.recsys.rewrite.batch_state import Embeddings, release_pinned_rows
 
 if TYPE_CHECKING:
     from lightning_pipe.recsys.dynamic.tables.row_tables import BatchRows
@@ -45,7 +45,7 @@ class TableGradientAccumulator:
         kernel_gradients = embeddings.kernel_gradients
         assert kernel_gradients is not None
         self._accumulate_kernel_gradients(kernel_gradients)
-        self._rows += embeddings.hand_over_rows()
+        self._rows += embeddings.take_held_rows()
         embeddings.kernel_gradients = None
 
     def complete(self, embeddings: Embeddings) -> None:
@@ -78,7 +78,7 @@ class TableGradientAccumulator:
         """Drop the gradients of an unfinished window, as the dense gradients are cleared."""
         rows = self._rows
         self._pairs, self._replicated, self._rows, self._overflowed = [], {}, [], False
-        release_rows(rows, trained=False)
+        release_pinned_rows(rows, trained=False)
 
     def close(self) -> None:
         """Drop all gradients, and leave the modules as they were."""

@@ -21,7 +21,7 @@ from lightning_pipe.recsys.serving.table_files import (
     pa,
     pq,
     read_checkpoint,
-    write_vectors,
+    write_vectors_to_parquet,
 )
 
 
@@ -29,8 +29,8 @@ def write_row_diff(checkpoint: str | Path, since: str | Path | int, folder: str 
     """Write the rows of dynamic tables that differ from an older checkpoint, and return the number in each file.
 
     ``NAME.parquet`` has the rows that are new or have other weights (compared by their bits as float32), as
-    :func:`~lightning_pipe.recsys.serving.table_files.write_tables` writes them. ``NAME.removed.parquet`` has the ids
-    that only the older checkpoint has. The older rows with both changes are exactly the newer ones, for any two
+    :func:`~lightning_pipe.recsys.serving.table_files.write_tables_to_parquet` writes them. ``NAME.removed.parquet`` has
+    the ids that only the older checkpoint has. The older rows with both changes are exactly the newer ones, for any two
     checkpoints. Tables are read one after another. Memory is about 40 bytes for each older row, 17 after they are
     sorted, besides a chunk of rows. The older vectors are in a temporary file next to *folder*, mapped into memory.
     """
@@ -59,7 +59,7 @@ def write_row_diff(checkpoint: str | Path, since: str | Path | int, folder: str 
             with tempfile.TemporaryFile(dir=beside) as file:
                 older_table = _OlderCheckpointRows(name, older_rows, width, file)
                 changed = _iterate_changed_rows(rows, since if isinstance(since, int) else older_table)
-                written[f"{name}.parquet"] = write_vectors(complete, name, width, changed)
+                written[f"{name}.parquet"] = write_vectors_to_parquet(complete, name, width, changed)
             if not isinstance(since, int):
                 removed = pa.table({"id": older_table.ids[~older_table.seen]})
                 written[f"{name}.removed.parquet"] = len(removed)

@@ -40,7 +40,9 @@ _CHUNK = 65_536  # rows of a row group
 Rows = tuple[Iterator[StoredRows], int]
 
 
-def write_tables(checkpoint: str | Path, folder: str | Path, *, weights_only: bool | None = None) -> dict[str, int]:
+def write_tables_to_parquet(
+    checkpoint: str | Path, folder: str | Path, *, weights_only: bool | None = None
+) -> dict[str, int]:
     """Write one Parquet file for each table of a checkpoint folder. Runs in one process.
 
     Columns are ``id`` (int64), the row number of a table of fixed size or the id that a map or a dynamic table gives a
@@ -54,14 +56,14 @@ def write_tables(checkpoint: str | Path, folder: str | Path, *, weights_only: bo
         values: Mapping[str, Any] = read_full_state(source, saved, weights_only, "model", Path(beside)).get("model", {})
         for name, table in values.items():
             if re.fullmatch(r"(?:.*\.)?embedding(?:s|_bags)\.[^.]+\.weight", name):
-                written[f"{name}.parquet"] = write_vectors(
+                written[f"{name}.parquet"] = write_vectors_to_parquet(
                     target, name, table.shape[1], _iterate_table_rows(name, table, values)
                 )
     if first_rank_values.get(DYNAMIC_ROWS):
         with open_checkpoint_dynamic_tables(source, first_rank_values) as tables:
             for name, (rows, width) in tables.items():
                 chunks = ((chunk.ids, chunk.columns[0]) for chunk in rows)
-                written[f"{name}.parquet"] = write_vectors(target, name, width, chunks)
+                written[f"{name}.parquet"] = write_vectors_to_parquet(target, name, width, chunks)
     if not written:
         raise SetupError(f"the checkpoint {str(checkpoint)!r} has no tables. Use one of a recsys strategy")
     return written
@@ -121,7 +123,7 @@ def _iterate_table_rows(name: str, table: Tensor, values: Mapping[str, Any]) -> 
         yield some_ids, table[some_rows]
 
 
-def write_vectors(folder: Path, name: str, width: int, chunks: Iterator[tuple[Tensor, Tensor]]) -> int:
+def write_vectors_to_parquet(folder: Path, name: str, width: int, chunks: Iterator[tuple[Tensor, Tensor]]) -> int:
     """Write ids and vectors [n, width] of a table to ``NAME.parquet``, and return the number of rows."""
     if {"/", "\0"} & {*name}:  # it would be a file elsewhere
         raise SetupError(f"the table name {name!r} cannot name a file, since it has a slash. Use another checkpoint")

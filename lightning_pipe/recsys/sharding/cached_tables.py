@@ -35,7 +35,7 @@ _FIELDS = {
 }
 
 
-def read_fused_params(fused_params: Mapping[str, Any] | None, tables: Sequence[Table]) -> dict[str, CacheParams]:
+def read_cache_params(fused_params: Mapping[str, Any] | None, tables: Sequence[Table]) -> dict[str, CacheParams]:
     """Read arguments of kernels with a cache, by table name."""
     if fused_params is None:
         return {}
@@ -65,7 +65,7 @@ def read_fused_params(fused_params: Mapping[str, Any] | None, tables: Sequence[T
 def add_cache_params_to_plan(
     plan: ShardingPlan, tables: Sequence[Table], cache: Mapping[str, CacheParams]
 ) -> ShardingPlan:
-    """Copy of a plan in which tables with a cache have the arguments of :func:`read_fused_params`.
+    """Copy of a plan in which tables with a cache have the arguments of :func:`read_cache_params`.
 
     ``prefetch_pipeline`` is True by default, except with LFU, for which FBGEMM has no such cache: rows are then loaded
     by the lookup.

@@ -39,7 +39,7 @@ class _ReplicatedTable:
     optimizer: torch.optim.Optimizer
 
 
-class _ReplicatedTableOptimizer(KeyedOptimizer):
+class _ReplicatedOptimizerProxy(KeyedOptimizer):
     """A table's optimizer with the interface of TorchRec's fused ones: named state, and a rate that ``step`` sets."""
 
     def __init__(
@@ -94,7 +94,7 @@ class DataParallelTables:
                 table = _ReplicatedTable(parameter, optimizer)
                 tables.append(table)
                 self.keyed_optimizers.append(
-                    _ReplicatedTableOptimizer(
+                    _ReplicatedOptimizerProxy(
                         name, config.name, parameters[name], table, table_optimizer.row_wise_state
                     )
                 )

@@ -73,13 +73,13 @@ class IdMaps:
         The table's rows and states must be loaded already. Every rank calls it.
         """
         ids_name, rows_name = id_map.buffer_names
-        entries = read([*id_map.entries, id_map.step_counter[0]])
+        entries = read([*id_map.named_row_buffers, id_map.step_counter[0]])
         id_map.step_counter[1].copy_(entries[id_map.step_counter[0]])
         parts = self._gather_row_ranges(id_map)
         rows = parts[-1][1]  # a table may have grown, or lost its last rows
         present = ((entries[ids_name] != NO_ID) & (entries[rows_name] < rows)).nonzero()[:, 0]
         cut = int((entries[ids_name] != NO_ID).sum()) - len(present)
-        present_entries = {name: entries[name][present] for name in id_map.entries}
+        present_entries = {name: entries[name][present] for name in id_map.named_row_buffers}
         owners = id_map.owners(present_entries[ids_name], len(parts))
         policy_values = [values for name, values in present_entries.items() if name not in id_map.buffer_names]
         new_rows = _assign_rows_to_ids(
@@ -125,7 +125,7 @@ class IdMaps:
         is_used = torch.zeros(id_map.end - id_map.begin, dtype=torch.bool)
         is_used[local_entries[rows_name] - id_map.begin] = True
         free = (~is_used).nonzero()[:, 0] + id_map.begin
-        for name, buffer in id_map.entries.items():
+        for name, buffer in id_map.named_row_buffers.items():
             padding = torch.full_like(free, NO_ID) if name == ids_name else torch.zeros_like(free)
             buffer.copy_(torch.cat([local_entries[name][order], free if name == rows_name else padding]))
 

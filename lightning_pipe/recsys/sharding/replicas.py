@@ -53,7 +53,7 @@ class ReplicaGroups:
 
     def new_shard_group(self) -> dist.ProcessGroup:
         """Make another group of this replica's ranks. Every rank of the world calls this method."""
-        return _own_group(_split_ranks_into_replicas(self.count))
+        return _create_groups_and_get_own(_split_ranks_into_replicas(self.count))
 
     @contextmanager
     def limit_local_world_size(self) -> Generator[None, None, None]:
@@ -105,8 +105,8 @@ def make_replica_groups(count: int | None, sync_every: int | None = None) -> Rep
             f"replicas must be a divisor of the number of ranks, {ranks}, got {replicas}. Set replicas to a divisor of"
             f" {ranks}."
         )
-    shards = _own_group(_split_ranks_into_replicas(replicas))
-    peers = _own_group(list(zip(*_split_ranks_into_replicas(replicas), strict=True)))
+    shards = _create_groups_and_get_own(_split_ranks_into_replicas(replicas))
+    peers = _create_groups_and_get_own(list(zip(*_split_ranks_into_replicas(replicas), strict=True)))
     return ReplicaGroups(replicas, steps, shards, peers)
 
 
@@ -116,7 +116,7 @@ def _split_ranks_into_replicas(count: int) -> list[range]:
     return [range(first, first + size) for first in range(0, count * size, size)]
 
 
-def _own_group(groups: Sequence[Collection[int]]) -> dist.ProcessGroup:
+def _create_groups_and_get_own(groups: Sequence[Collection[int]]) -> dist.ProcessGroup:
     """Make all groups, in order, on every rank, and return the group that this rank is in."""
     new_groups = [new_group(list(ranks)) for ranks in groups]
     own_group = next(group for group, ranks in zip(new_groups, groups, strict=True) if dist.get_rank() in ranks)

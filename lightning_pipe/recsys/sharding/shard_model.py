@@ -40,7 +40,7 @@ from lightning_pipe.recsys.modules.dedup import modules_to_deduplicate
 from lightning_pipe.recsys.modules.dynamic_modules import is_dynamic
 from lightning_pipe.recsys.modules.quantized_comms import QuantizedComms
 from lightning_pipe.recsys.modules.tables import Table, check_data_type, find_tables
-from lightning_pipe.recsys.sharding.cached_tables import add_cache_params_to_plan, read_fused_params
+from lightning_pipe.recsys.sharding.cached_tables import add_cache_params_to_plan, read_cache_params
 from lightning_pipe.recsys.sharding.planner_options import read_constraints, read_topology
 from lightning_pipe.recsys.sharding.replicas import (
     REFUSED_TYPES,
@@ -152,7 +152,7 @@ def shard_model(
             unsharded = _inspect_unsharded_module(
                 module, device, group, sparse_optimizer, constraints, topology, comms, replicas, trains
             )
-        cache = read_fused_params(fused_params, unsharded.tables)
+        cache = read_cache_params(fused_params, unsharded.tables)
         for name, params in cache.items():  # for the planner's estimates
             table_constraints = unsharded.constraints.get(name, ParameterConstraints())
             unsharded.constraints[name] = replace(table_constraints, cache_params=params)
@@ -184,7 +184,7 @@ def shard_model(
         for name in {table.module_name for table in tables}
         for id_map in sharded_id_maps(name, module.get_submodule(name))
     ]
-    ids = {id_map.name: {**id_map.entries, **dict([id_map.step_counter])} for id_map in maps}
+    ids = {id_map.name: {**id_map.named_row_buffers, **dict([id_map.step_counter])} for id_map in maps}
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(agreed_seed)
         materialize_dense(module, _table_modules(module, tables), device)
@@ -213,7 +213,11 @@ def shard_model(
     for table, parameter in zip(tables, unsharded.parameters, strict=True):
         model.table_parameters().add_original(table.name, parameter)
         free_table(parameter)
-    buffers = [tensor for name, tensor in model.module.named_buffers() if not name.startswith(_prefixes(tables))]
+    buffers = [
+        tensor
+        for name, tensor in model.module.named_buffers()
+        if not name.startswith(_get_table_module_prefixes(tables))
+    ]
     broadcast_from_first_rank([*(tensor for _, tensor in model.dense_parameters()), *buffers], group)
     return model
 
@@ -263,7 +267,7 @@ def _inspect_unsharded_module(
     check_dense_initializable(module, _table_modules(module, tables))
     shards = group if replicas is None else replicas.shards
     planned_topology, batch_size = read_topology(topology, device, shards.size())
-    inside = _prefixes(tables)
+    inside = _get_table_module_prefixes(tables)
     dense = [
         f"{kind} {name} {list(tensor.shape)} {tensor.dtype}"
         for kind, named in (("parameter", module.named_parameters()), ("buffer", module.named_buffers()))
@@ -397,6 +401,6 @@ def _table_modules(module: nn.Module, tables: Sequence[Table]) -> set[nn.Module]
     return {module.get_submodule(table.holder_name) for table in tables}
 
 
-def _prefixes(tables: Sequence[Table]) -> tuple[str, ...]:
+def _get_table_module_prefixes(tables: Sequence[Table]) -> tuple[str, ...]:
     """Prefixes of all names inside these modules."""
     return tuple({f"{table.holder_name}." if table.holder_name else "" for table in tables})

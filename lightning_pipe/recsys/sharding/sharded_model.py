@@ -26,7 +26,7 @@ from lightning_pipe.recsys.modules.tables import Table
 from lightning_pipe.recsys.sharding.data_parallel_tables import DataParallelTables, unwrap_lookups
 from lightning_pipe.recsys.sharding.id_maps import IdMaps
 from lightning_pipe.recsys.sharding.replicas import ReplicaAverage, ReplicaGroups, refuse_clipping
-from lightning_pipe.recsys.sharding.table_parameter import refuse_freezing
+from lightning_pipe.recsys.sharding.table_parameter import install_table_freezing_check
 from lightning_pipe.recsys.sharding.table_values import full_tensor, local_shards
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class ShardedModel:
         self._data_parallel = DataParallelTables(group)
         parameters = dict(self.module.named_parameters())
         for name in self.tables:
-            refuse_freezing(name, parameters[name])
+            install_table_freezing_check(name, parameters[name])
             self._table_parameters.add_sharded(name, parameters[name])
         optimizers = {table.name: table.resolved_optimizer for table in tables}
         for module_name, sharded in self.sharded_modules.items():
@@ -88,7 +88,7 @@ class ShardedModel:
         self._rates = {name: table.learning_rate for name, table in self.tables.items()}
         self._rate_factor: float | None = 1.0  # None if the rates were set otherwise
         self._kernels = dict(_iterate_kernel_optimizers("", self.fused_optimizer))
-        self.id_maps = IdMaps(self.sharded_modules, self._rows_of, self._shard_group)
+        self.id_maps = IdMaps(self.sharded_modules, self._get_local_rows_and_states, self._shard_group)
         self._rate_groups = _merge_shared_kernel_groups(
             all_gather_objects([sorted(names) for names in self._kernels.values()], group)
         )
@@ -129,7 +129,7 @@ class ShardedModel:
         return self._table_parameters
 
     @property
-    def replicated_optimizers(self) -> list[torch.optim.Optimizer]:
+    def data_parallel_table_optimizers(self) -> list[torch.optim.Optimizer]:
         """Optimizers of the replicated tables."""
         return self._data_parallel.optimizers
 
@@ -222,7 +222,7 @@ class ShardedModel:
         state = self.sharded_modules[table.module_name].state_dict()
         return full_tensor(state[table.module_state_dict_key], self._shard_group, self._device)
 
-    def full_optimizer_state(self, name: str) -> dict[str, torch.Tensor]:
+    def full_table_optimizer_state(self, name: str) -> dict[str, torch.Tensor]:
         """Return a copy of a table's whole optimizer state on every rank. Every rank of the group calls it.
 
         Returns:
@@ -235,7 +235,7 @@ class ShardedModel:
         keys = sorted({key for keys in all_gather_objects(list(state), self._group) for key in keys})
         return {key.removeprefix(prefix): full_tensor(state.get(key), self._shard_group, self._device) for key in keys}
 
-    def _rows_of(self, module: str, table: str) -> list[torch.Tensor]:
+    def _get_local_rows_and_states(self, module: str, table: str) -> list[torch.Tensor]:
         """This rank's parts of a row-wise sharded table and of its optimizer's states."""
         (row_table,) = (
             candidate
@@ -321,7 +321,7 @@ class ShardedModel:
             SetupError: the rows are of other tables, a rank cannot read them, or *committed* is damaged; raised on
                 every rank.
         """
-        _check_committed_rows_description(committed)
+        _check_committed_rows_format(committed)
         for name, rows in self.dynamic_rows.items():
             module_rows = (committed or {}).get(name)
             if module_rows is None:
@@ -386,7 +386,7 @@ def _merge_shared_kernel_groups(groups: Sequence[Sequence[Sequence[str]]]) -> li
     return sorted(sorted(group) for group in merged)
 
 
-def _check_committed_rows_description(committed: Any) -> None:
+def _check_committed_rows_format(committed: Any) -> None:
     """Check that a checkpoint's description of rows has the form of :meth:`ShardedModel.commit_rows`."""
     try:
         for module_rows in ({} if committed is None else committed).values():

@@ -44,7 +44,7 @@ class ShardedTableParameter(TableBatchedEmbeddingSlice):
         )
 
 
-def refuse_freezing(name: str, parameter: nn.Parameter) -> None:
+def install_table_freezing_check(name: str, parameter: nn.Parameter) -> None:
     """Let the parameter of a sharded table refuse to be frozen. Parameters of other kinds stay as they are."""
     if type(parameter) is TableBatchedEmbeddingSlice:
         parameter.__class__ = ShardedTableParameter

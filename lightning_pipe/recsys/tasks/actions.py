@@ -21,7 +21,7 @@ from lightning_pipe.recsys.rewrite.table_window import TableGradientAccumulator
 from lightning_pipe.recsys.sharding.replicas import ReplicaAverage, refuse_clipping
 from lightning_pipe.recsys.sharding.sharded_model import ShardedModel
 from lightning_pipe.recsys.tasks.context import RecsysContext
-from lightning_pipe.recsys.tasks.replays import RecsysReplayEffects
+from lightning_pipe.recsys.tasks.replays import RecsysReplayDeclarations
 
 if TYPE_CHECKING:
     from lightning_pipe.recsys.balancing.balancer import BatchBalancer
@@ -110,11 +110,11 @@ class RecsysActions:
         self.balancer = balancer
         self.replicas = replicas
         self._window = tables.window
-        self.replays = RecsysReplayEffects(rewrite, reducer)
+        self.replays = RecsysReplayDeclarations(rewrite, reducer)
         self._tables_in_training = False  # from a batch's DenseForward to its EmbBackward
 
     @property
-    def lookup_reads(self) -> tuple[State, ...]:
+    def extra_states_read_by_lookup(self) -> tuple[State, ...]:
         """State besides features and tables that ``EmbForward`` reads, so that it cannot run ahead of its writers.
 
         Feature processors are dense parameters with gradients from ``EmbBackward``. So are replicated tables that no
@@ -137,7 +137,7 @@ class RecsysActions:
                 ctx.batch = self._transfer(loader_batch)
             self._rewrite.exclude_loader_features_from_release(loader_batch, ctx.batch)
         except Exception as error:
-            if not (self._rewrite.has_peers or is_worker_thread()):
+            if not (self._rewrite.has_other_ranks or is_worker_thread()):
                 raise
             # Other ranks would wait for this one. The input dist reports the error, and raises it on all of them. From
             # a worker, the error would end the batch that the main thread trains.
@@ -198,7 +198,7 @@ class RecsysActions:
             self._apply_learning_rates()
         # It is only known later whether the batch will be trained. If it is not, the lookup's step count is undone.
         with self._lookup_context() if self._lookup_context else _NOTHING, torch.enable_grad() if ahead else _NOTHING:
-            ctx.embeddings = self._rewrite.lookup(ctx.features)
+            ctx.embeddings = self._rewrite.look_up_embeddings(ctx.features)
         del ctx.features
 
     def dense_forward(self, ctx: RecsysContext) -> None:
@@ -227,7 +227,7 @@ class RecsysActions:
         """Backward of the dense part down to the embeddings, overlapped with the reduction of full gradient buckets."""
         loss, backward = ctx.loss, ctx.pop("run_backward")
         ctx.loss = None
-        takes_part = ctx.trained and self._reducer is not None and self._rewrite.has_peers
+        takes_part = ctx.trained and self._reducer is not None and self._rewrite.has_other_ranks
         ctx.has_gradients = loss is not None or takes_part
         if ctx.has_gradients and self._reducer is not None:
             self._reducer.prepare_for_backward()

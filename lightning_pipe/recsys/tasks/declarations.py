@@ -23,7 +23,7 @@ from lightning_pipe.recsys.tasks.actions import (
     TABLES,
     RecsysActions,
 )
-from lightning_pipe.recsys.tasks.replays import RecsysReplayEffects
+from lightning_pipe.recsys.tasks.replays import RecsysReplayDeclarations
 
 if TYPE_CHECKING:
     from lightning_pipe.engine.planning.costs import Resource
@@ -65,7 +65,7 @@ class RecsysTask:
     reads: tuple[str, ...] = ()
     writes: tuple[str, ...] = ()
     model_reads: Callable[[RecsysActions], tuple[State, ...]] | None = None
-    replay: Callable[[RecsysReplayEffects], tuple[DeclaredIO, ...]] | None = None
+    replay: Callable[[RecsysReplayDeclarations], tuple[DeclaredIO, ...]] | None = None
     needs: Literal["balancer", "replicas"] | None = None
     device: Resource = "compute"
     waited_by: str | None = None
@@ -88,7 +88,7 @@ TASKS: tuple[RecsysTask, ...] = (
         RecsysActions.balance_start,
         reads=("batch", "transfer_error"),
         writes=("balance",),
-        replay=RecsysReplayEffects.balance_start,
+        replay=RecsysReplayDeclarations.balance_start,
         needs="balancer",
         waited_by="BalanceFinish",
         collectives=("balance",),
@@ -107,7 +107,7 @@ TASKS: tuple[RecsysTask, ...] = (
         RecsysActions.emb_input_dist_start,
         reads=("batch", "transfer_error"),
         writes=("splits",),
-        replay=RecsysReplayEffects.emb_input_dist_start,
+        replay=RecsysReplayDeclarations.emb_input_dist_start,
         waited_by="EmbInputDistWait",
         collectives=("input",),
     ),
@@ -116,7 +116,7 @@ TASKS: tuple[RecsysTask, ...] = (
         RecsysActions.emb_input_dist_wait,
         reads=("splits",),
         writes=("splits", "input_requests"),
-        replay=RecsysReplayEffects.emb_input_dist_wait,
+        replay=RecsysReplayDeclarations.emb_input_dist_wait,
         waited_by="EmbPrefetch",
         collectives=("input",),
     ),
@@ -125,15 +125,15 @@ TASKS: tuple[RecsysTask, ...] = (
         RecsysActions.emb_prefetch,
         reads=("input_requests",),
         writes=("input_requests", "features"),
-        replay=RecsysReplayEffects.emb_prefetch,
+        replay=RecsysReplayDeclarations.emb_prefetch,
     ),
     RecsysTask(
         "EmbForward",
         RecsysActions.emb_forward,
         reads=("features", TABLES),
         writes=("features", "embeddings"),
-        model_reads=lambda actions: actions.lookup_reads,
-        replay=RecsysReplayEffects.emb_forward,
+        model_reads=lambda actions: actions.extra_states_read_by_lookup,
+        replay=RecsysReplayDeclarations.emb_forward,
         waited_by="EmbForward",
         collectives=("tables",),
         trains=True,
@@ -144,7 +144,7 @@ TASKS: tuple[RecsysTask, ...] = (
         RecsysActions.dense_forward,
         reads=("batch", "embeddings", "training_step", DENSE_PARAMETERS, TABLE_LEARNING_RATES),
         writes=("embeddings", "training_step", "output", "trained", DENSE_BUFFERS, DENSE_GRADIENTS),
-        replay=RecsysReplayEffects.dense_forward,
+        replay=RecsysReplayDeclarations.dense_forward,
         trains=True,
     ),
     RecsysTask(
@@ -160,7 +160,7 @@ TASKS: tuple[RecsysTask, ...] = (
         RecsysActions.dense_backward,
         reads=("loss", "trained", "run_backward", DENSE_PARAMETERS),
         writes=("loss", "run_backward", "embeddings", "has_gradients", "tables_skipped", DENSE_GRADIENTS),
-        replay=RecsysReplayEffects.dense_backward,
+        replay=RecsysReplayDeclarations.dense_backward,
         waited_by="FinalizeGrads",
         collectives=("dense", "tables", "world"),
         trains=True,
@@ -170,7 +170,7 @@ TASKS: tuple[RecsysTask, ...] = (
         RecsysActions.emb_backward,
         reads=("embeddings", "has_gradients", "tables_skipped", "gradient_scale"),
         writes=("embeddings", TABLES, DENSE_GRADIENTS),
-        replay=RecsysReplayEffects.emb_backward,
+        replay=RecsysReplayDeclarations.emb_backward,
         waited_by="EmbBackward",
         collectives=("tables", "world"),
         trains=True,
@@ -192,7 +192,7 @@ TASKS: tuple[RecsysTask, ...] = (
         RecsysActions.finalize_grads,
         reads=("has_gradients", DENSE_GRADIENTS),
         writes=(DENSE_GRADIENTS,),
-        replay=RecsysReplayEffects.finalize_grads,
+        replay=RecsysReplayDeclarations.finalize_grads,
         collectives=("dense",),
         trains=True,
     ),

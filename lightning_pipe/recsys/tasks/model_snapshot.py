@@ -39,7 +39,7 @@ class ModelSnapshotter:
 
     def __init__(self, sharded: ShardedModel, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self._sharded = sharded
-        self._optimizers = [*optimizers, *sharded.replicated_optimizers]
+        self._optimizers = [*optimizers, *sharded.data_parallel_table_optimizers]
 
     def snapshot(self) -> _Snapshot:
         """Return a snapshot of the current state."""
@@ -87,7 +87,7 @@ class ModelSnapshotter:
                 del optimizer.state[parameter]
             for parameter, state in states.items():
                 _restore(optimizer.state[parameter], state)
-        replicated = self._sharded.replicated_optimizers
+        replicated = self._sharded.data_parallel_table_optimizers
         for optimizer, groups in zip(self._optimizers, snapshot.groups, strict=True):
             # The rates of all tables are left as they are: the model sets a rate only when it changes.
             alone = (

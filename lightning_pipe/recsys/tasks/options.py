@@ -89,7 +89,7 @@ class WireOptions:
         parse_option_group(QuantizedComms, "quantized_comms", self.quantized_comms)
 
     @property
-    def comms(self) -> QuantizedComms:
+    def resolved_quantized_comms(self) -> QuantizedComms:
         """The precision of embeddings and gradients."""
         return parse_option_group(QuantizedComms, "quantized_comms", self.quantized_comms)
 

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from lightning_pipe.recsys.balancing.balancer import PendingSampleExchange
 
 
-class RecsysReplayEffects:
+class RecsysReplayDeclarations:
     """Effects of the tasks of one model."""
 
     def __init__(self, rewrite: ModelRewrite, reducer: DenseGradientReducer | None) -> None:
@@ -152,14 +152,14 @@ class RecsysReplayEffects:
             embeddings = ctx.embeddings
             kernels = embeddings.kernel_gradients
             return {
-                "cuts": [cut.gradient for cut in embeddings.cuts()],
+                "cuts": [cut.gradient for cut in embeddings.iterate_autograd_cuts()],
                 "kernels": None if kernels is None else kernels.gradients,
                 "replicated": () if kernels is None else [weights.grad for weights in kernels.replicated],
             }
 
         def restore_embedding_gradients(ctx: RecsysContext, captured: Mapping[str, Any]) -> None:
             embeddings = ctx.embeddings
-            for cut, gradient in zip(embeddings.cuts(), captured["cuts"], strict=True):
+            for cut, gradient in zip(embeddings.iterate_autograd_cuts(), captured["cuts"], strict=True):
                 cut.gradient = gradient
             if captured["kernels"] is not None:
                 calls: list[LookupCalls] = [call.lookups for call in embeddings.calls if call.lookups is not None]

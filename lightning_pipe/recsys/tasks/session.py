@@ -99,7 +99,7 @@ class RecsysSession:
 
     # ------------------------------------------------------------------ training
 
-    def begin_training(self, bring_rates: Callable[[], None] | None) -> None:
+    def create_dense_gradient_reducer(self, bring_rates: Callable[[], None] | None) -> None:
         """Prepare the averaging of dense gradients. Every rank calls this method."""
         self._bring_rates = bring_rates
         if self._sharded is not None:
@@ -118,9 +118,9 @@ class RecsysSession:
         accumulates: bool = False,
         **actions: Any,
     ) -> list[PipelineTask]:
-        """Rewrite the model and build the tasks that train it, after :meth:`begin_training`. Every rank calls it."""
+        """Rewrite the model and build its tasks, after :meth:`create_dense_gradient_reducer`. Every rank calls it."""
         if self._balancer is not None:
-            self._balancer.open(None if self.world is None else self._group("balance"), self.device)
+            self._balancer.attach_to_process_group(None if self.world is None else self._group("balance"), self.device)
             self._undo.callback(self._balancer.close)
         ahead = self._plan is None or looks_up_embeddings_ahead(self._plan)
         self.rewrite = self.new_rewrite(step, split_backward=clipped or accumulates, look_ahead=ahead)
@@ -164,7 +164,7 @@ class RecsysSession:
                 " repeated lookup would move. Use 'micro_batch', or the compute kernel fused or fused_uvm"
             )
 
-    def abandon(self, contexts: Any) -> None:
+    def undo_lookups_and_prefetches(self, contexts: Any) -> None:
         """Undo the lookups and prefetches of all batches in flight, which will not be trained.
 
         The workers have finished their tasks.
@@ -174,7 +174,7 @@ class RecsysSession:
         if self.rewrite is not None:
             clear_prefetches(self.rewrite.sharded_modules.values())
 
-    def end_training(self) -> None:
+    def restore_model_after_training(self) -> None:
         """Restore the model. The process groups and the reducer stay for another training."""
         rewrite, self.rewrite, self._actions = self.rewrite, None, None
         if self.window is not None:

@@ -43,7 +43,7 @@ def recsys_tasks(
     if scaled_late:
         declared.sort(key=lambda task: task.late is not None and task.late.after_step)
     declared = _insert_extra_tasks(declared, extra or {})
-    return [_task(task, actions, scaled_late) for task in declared]
+    return [_build_pipeline_task(task, actions, scaled_late) for task in declared]
 
 
 def _insert_extra_tasks(declared: Iterable[RecsysTask], extra: Mapping[str, RecsysTask]) -> list[RecsysTask]:
@@ -63,7 +63,7 @@ def _insert_extra_tasks(declared: Iterable[RecsysTask], extra: Mapping[str, Recs
     return ordered
 
 
-def _task(declared: RecsysTask, actions: RecsysActions | None, scaled_late: bool) -> PipelineTask:
+def _build_pipeline_task(declared: RecsysTask, actions: RecsysActions | None, scaled_late: bool) -> PipelineTask:
     reads, writes = declared.reads, declared.writes
     both: dict[str, Any] = {"collectives": declared.collectives, "context": RecsysContext}
     if scaled_late and declared.late is not None:

@@ -146,7 +146,7 @@ class TrainPipeline:
         self._transfer: Callable[[Any], Any] = partial(move_batch, device=session.device)
         with ExitStack() as undo:
             undo.callback(session.close)
-            session.begin_training(None if tables is None else tables.step)
+            session.create_dense_gradient_reducer(None if tables is None else tables.step)
             self._accumulation = _Accumulation(accumulate, optimizer, session.reducer)
             tasks = session.training_tasks(
                 "forward",
@@ -159,7 +159,7 @@ class TrainPipeline:
             )
             assert session.rewrite is not None
             self.rewrite = session.rewrite
-            _refuse_late_gradients(self._model, self.rewrite)
+            _refuse_feature_processors_in_ddp(self._model, self.rewrite)
             self.pipeline = SWPipeline(recsys_plan(plan, tasks), session.device, session.world)
             undo.callback(self.pipeline.close)
             self._evaluating = False
@@ -265,9 +265,9 @@ class TrainPipeline:
             if ended and not self._execute_all_batches:
                 self.reset()
                 raise StopIteration
-        with self._accumulation.reducing():
+        with self._accumulation.no_sync_unless_last():
             ctx = self.pipeline.finish_period()
-        self._accumulation.trained(ctx)
+        self._accumulation.count_trained_batch(ctx)
         return ctx
 
     def detach(self) -> nn.Module:
@@ -298,13 +298,13 @@ class TrainPipeline:
     def reset(self) -> None:
         """Abandon the batches in flight; :meth:`progress` then starts afresh. All ranks call this at the same batch."""
         self.pipeline.wait_for_workers()
-        self._session.abandon(self.pipeline.in_flight)
+        self._session.undo_lookups_and_prefetches(self.pipeline.in_flight)
         self.pipeline.abandon()
 
     def close(self) -> None:
         """End the worker threads, restore the model and leave the process groups. May be called again."""
         if not self._closed:
-            self._session.abandon(self.pipeline.in_flight)
+            self._session.undo_lookups_and_prefetches(self.pipeline.in_flight)
         self._closed = True
         self._undo.close()
 
@@ -355,7 +355,7 @@ class _Accumulation:
         """Part of a batch's loss that its backward starts from."""
         return loss if self._batches == 1 else loss / self._batches
 
-    def reducing(self) -> AbstractContextManager[Any]:
+    def no_sync_unless_last(self) -> AbstractContextManager[Any]:
         """Context for the backward of a batch: gradients are averaged over ranks only in the last batch of a step."""
         return nullcontext() if self._reducer is None or self._is_last else self._reducer.no_sync()
 
@@ -364,13 +364,13 @@ class _Accumulation:
         if self._is_last:
             self._optimizer.step()
 
-    def trained(self, ctx: IterContext) -> None:
+    def count_trained_batch(self, ctx: IterContext) -> None:
         """Count a batch that has finished."""
         if ctx.has_gradients:
             self._done = (self._done + 1) % self._batches
 
 
-def _refuse_late_gradients(model: nn.Module, rewrite: ModelRewrite) -> None:
+def _refuse_feature_processors_in_ddp(model: nn.Module, rewrite: ModelRewrite) -> None:
     """Refuse trained feature processors inside DistributedDataParallel.
 
     They get their gradients with the tables, after DistributedDataParallel has reduced its gradients.

@@ -20,12 +20,12 @@ from lightning_pipe.llm.parallel.parallel_dims import ParallelDims
 from lightning_pipe.llm.run.options import LLMOptions
 from lightning_pipe.llm.run.stage_parts import StagePlan
 from lightning_pipe.llm.schedules.checks import splits_backward
-from lightning_pipe.llm.schedules.specs import ScheduleSpec, find_schedule
+from lightning_pipe.llm.schedules.specs import ScheduleSpec, resolve_schedule_spec
 from lightning_pipe.strategies.auto_plan_options import write_choice
 from lightning_pipe.strategies.language_model.choice_report import choice_report
 from lightning_pipe.strategies.language_model.example_batch import example_batch
 from lightning_pipe.strategies.language_model.pipeline_module import PipelineModule
-from lightning_pipe.strategies.language_model.stage_choice import StageChoice, StageChooser
+from lightning_pipe.strategies.language_model.stage_choice import StagePlanChoice, StagePlanChooser
 from lightning_pipe.strategies.language_model.strategy import LLMPipelineStrategy
 
 
@@ -74,7 +74,7 @@ class AutoLLMPipelineStrategy(LLMPipelineStrategy):
         check_whole_number("trials", trials, 0)
         check_whole_number("batch_size", batch_size, 1, optional=True)
         super().__init__(num_microbatches=num_microbatches, **options)
-        _refuse_chosen_options(self._options)
+        _refuse_auto_chosen_options(self._options)
         numbers = {"memory_limit": memory_limit, "trials": trials, "batch_size": batch_size}
         self._compared_options += [(name, repr(value)) for name, value in numbers.items()]
         self._init_args = options
@@ -82,10 +82,10 @@ class AutoLLMPipelineStrategy(LLMPipelineStrategy):
         self._trials = trials
         self._batch_size = batch_size
         self._save_plan = save_plan
-        self._choice: StageChoice | None = None
+        self._choice: StagePlanChoice | None = None
 
     @property
-    def choice(self) -> StageChoice | None:
+    def choice(self) -> StagePlanChoice | None:
         """Chosen candidate and its alternatives; None before ``fit``."""
         return self._choice
 
@@ -98,13 +98,13 @@ class AutoLLMPipelineStrategy(LLMPipelineStrategy):
             )
         return StagePlan(self._options.schedule, sizes.pp, 1, 2 * sizes.pp, self._options.split)
 
-    def _plan_for(self, module: PipelineModule) -> StagePlan:
+    def _get_plan_for_module(self, module: PipelineModule) -> StagePlan:
         trainer = module.trainer
         if trainer.state.fn != TrainerFn.FITTING:
-            return self._parts_maker.settings.plan
-        chooser = StageChooser(
-            self._parts_maker,
-            self._allows,
+            return self._components_builder.settings.plan
+        chooser = StagePlanChooser(
+            self._components_builder,
+            self._is_schedule_supported,
             self._plan_of,
             self._options.num_microbatches,
             self._memory_limit,
@@ -115,7 +115,7 @@ class AutoLLMPipelineStrategy(LLMPipelineStrategy):
             choice = chooser.choose(module, partial(example_batch, module, training_loader(trainer), self._batch_size))
         self._choice = choice
         plan = self._plan_of(choice.chosen.candidate)
-        self._check_plan(plan, self._parts_maker.meshes.dimensions)
+        self._check_plan(plan, self._components_builder.meshes.dimensions)
         if self.is_global_zero:
             print_report(choice_report(choice))
             if self._save_plan is not None:
@@ -129,11 +129,11 @@ class AutoLLMPipelineStrategy(LLMPipelineStrategy):
             candidate.spec, self.pipeline_size, candidate.stages_per_rank, candidate.num_microbatches, split
         )
 
-    def _allows(self, spec: ScheduleSpec) -> bool:
+    def _is_schedule_supported(self, spec: ScheduleSpec) -> bool:
         if self._options.compile_options is not None and splits_backward(spec) is not False:
             return False  # each part of a split backward of a compiled layer would run the whole backward
         try:
-            self._options.check_schedule(spec, self._parts_maker.meshes.dimensions)
+            self._options.check_schedule(spec, self._components_builder.meshes.dimensions)
         except SetupError:
             return False
         return True
@@ -164,7 +164,7 @@ class AutoLLMPipelineStrategy(LLMPipelineStrategy):
         return text
 
 
-def _refuse_chosen_options(options: LLMOptions) -> None:
+def _refuse_auto_chosen_options(options: LLMOptions) -> None:
     """Refuse options that the automatic strategy chooses.
 
     Options with their default values are accepted, since LightningCLI passes all arguments.
@@ -175,7 +175,7 @@ def _refuse_chosen_options(options: LLMOptions) -> None:
         if name != "tied_embeddings"
     }
     refused = [f"{name}={value!r}" for name, value in split.items()]
-    if options.schedule != find_schedule("1f1b"):
+    if options.schedule != resolve_schedule_spec("1f1b"):
         refused.append(f"schedule={options.schedule.name!r}")
     if options.stages_per_rank is not None:
         refused.append(f"stages_per_rank={options.stages_per_rank}")

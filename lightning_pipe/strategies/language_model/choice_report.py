@@ -9,13 +9,13 @@ from rich.text import Text
 
 from lightning_pipe.engine.common.report_table import ReportTable
 from lightning_pipe.llm.choice.schedule_choice import ScheduleCandidate, SchedulePrediction
-from lightning_pipe.strategies.language_model.stage_choice import StageChoice
+from lightning_pipe.strategies.language_model.stage_choice import StagePlanChoice
 
 _ROWS = 8
 _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 
 
-def choice_report(choice: StageChoice) -> Group:
+def choice_report(choice: StagePlanChoice) -> Group:
     """Return a report with the choice, the reason for it, and the best alternatives."""
     chosen, shown = choice.chosen, _select_schedule_predictions_to_show(choice)
     unit, factor = common_byte_unit([prediction.peak for prediction in shown])
@@ -41,7 +41,7 @@ def choice_report(choice: StageChoice) -> Group:
     return Group(Text(title, style="bold"), "", table, "", explained, *notes)
 
 
-def _select_schedule_predictions_to_show(choice: StageChoice) -> list[SchedulePrediction]:
+def _select_schedule_predictions_to_show(choice: StagePlanChoice) -> list[SchedulePrediction]:
     """Return the candidates that ran, fastest first, then the best candidate of each schedule that did not run."""
     tried = sorted(
         (entry for entry in choice.predictions if entry.measured_seconds is not None),

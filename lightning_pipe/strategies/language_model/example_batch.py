@@ -26,7 +26,7 @@ def example_batch(module: PipelineModule, loader: Any, batch_size: int | None) -
     consists of the first rows of the loader's dataset, which are read without sampler and workers and pass through the
     module's transfer hooks. A dataset that draws from global generators then advances them.
     """
-    rows = batch_size if batch_size is not None else _batch_size(loader)
+    rows = batch_size if batch_size is not None else _get_loader_batch_size(loader)
     example = module.example_micro_batch()
     if example is not None:
         if rows is None:
@@ -56,7 +56,7 @@ def _describe_loader(loader: Any) -> str:
     return f"{type(loader).__name__} of {type(loader.dataset).__name__}" if hasattr(loader, "dataset") else repr(loader)
 
 
-def _batch_size(loader: Any) -> int | None:
+def _get_loader_batch_size(loader: Any) -> int | None:
     size = getattr(loader, "batch_size", None) or getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
     return size if isinstance(size, int) else None
 

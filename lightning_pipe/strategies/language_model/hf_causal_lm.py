@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipe.engine import SetupError
-from lightning_pipe.environment import require
+from lightning_pipe.environment import require_min_package_version
 from lightning_pipe.llm.losses.balance_loss import BalanceLoss
 from lightning_pipe.llm.losses.cross_entropy import chunked_cross_entropy
 from lightning_pipe.llm.model.derived_config import returns_head_results
@@ -68,7 +68,7 @@ class HFCausalLM(PipelineModule):
         on_meta: bool = False,
     ) -> None:
         super().__init__()
-        require("transformers", "5.23", "models of Hugging Face")
+        require_min_package_version("transformers", "5.23", "models of Hugging Face")
         self._weights = PretrainedWeights(config) if isinstance(config, (str, Path)) else None
         self.config = to_pretrained_config(config if self._weights is None else self._weights.config())
         if z_loss := getattr(self.config, "z_loss_coefficient", 0.0):
@@ -116,7 +116,7 @@ class HFCausalLM(PipelineModule):
         head = model.get_output_embeddings()
         name = next((name for name, part in model.named_children() if part is head), None)
         if name is not None and type(head) is nn.Linear and returns_head_results(model):
-            setattr(model, name, _PassThroughHead(head, getattr(model.config, "initializer_range", None) or 0.02))
+            setattr(model, name, _DeferredLMHead(head, getattr(model.config, "initializer_range", None) or 0.02))
         return cast(nn.Module, model) if self.lora is None else add_adapters(model, self.lora)
 
     def pretrained_weights(self) -> PretrainedWeights | None:
@@ -165,12 +165,12 @@ class HFCausalLM(PipelineModule):
         result: Tensor = StageModule(self.model, 0, 1)(*arguments, result_of=result_of, **keywords)
         return result
 
-    def _head(self) -> _PassThroughHead | None:
+    def _head(self) -> _DeferredLMHead | None:
         assert self.model is not None
-        return next((part for part in self.model.children() if isinstance(part, _PassThroughHead)), None)
+        return next((part for part in self.model.children() if isinstance(part, _DeferredLMHead)), None)
 
 
-class _PassThroughHead(nn.Module):
+class _DeferredLMHead(nn.Module):
     """Head that returns the hidden states unchanged. The loss and the prediction multiply by its weight themselves."""
 
     def __init__(self, head: nn.Linear, std: float) -> None:

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from lightning_pipe._compat.lightning import optimizers_configured
 from lightning_pipe.llm.measure.layer_bench import ModelPieceResults
 from lightning_pipe.llm.model.module_config import PPModuleConfig
-from lightning_pipe.llm.model.stage_module import copy_tensor_attributes, shallow_copy
+from lightning_pipe.llm.model.stage_module import copy_model_sharing_tensors, copy_tensor_attributes
 from lightning_pipe.strategies.language_model.pipeline_module import PipelineModule
 
 _SMALL = 2  # elements in each dimension
@@ -28,7 +28,7 @@ def compute_optimizer_bytes_per_piece(module: PipelineModule, config: PPModuleCo
     """
     model = module.model
     assert model is not None
-    small = shallow_copy(model)
+    small = copy_model_sharing_tensors(model)
     large = _shrink_parameters(small)
     module.model = small
     try:

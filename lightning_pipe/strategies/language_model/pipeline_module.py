@@ -116,7 +116,7 @@ class PipelineModule(StageHooks, pl.LightningModule):
                     (self.pipeline_module_config() or derive_pp_module_config(self.model)).layer_fqns if is_moe else ()
                 )
                 self._mixtures = install_moe_block_tracking(self.model, layers)
-            check_routed_experts(micro_batch, self._mixtures, PadValues().rows_and_length(micro_batch))
+            check_routed_experts(micro_batch, self._mixtures, PadValues().get_microbatch_rows_and_length(micro_batch))
         micro_batch, contexts = pop_routed_experts_from_batch(micro_batch)
         arguments, keywords = self._get_inputs_of_unsplit_model(micro_batch)
         with ExitStack() as entered:

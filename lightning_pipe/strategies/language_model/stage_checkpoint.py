@@ -23,7 +23,7 @@ from lightning_pipe._compat.torch import set_element
 from lightning_pipe.checkpoints.compiled_names import CompiledNameMap
 from lightning_pipe.checkpoints.folder_reading import (
     allocate_target,
-    find_mismatches,
+    find_checkpoint_mismatches,
     load_in_place,
     read_extra_state,
     read_metadata,
@@ -125,7 +125,9 @@ def load_stage_checkpoint(
         [{**group, "params": [own_names(name) for name in group["params"]]} for group in of_optimizer]
         for of_optimizer in groups
     ]
-    problems = find_mismatches(saved, state, strict) + find_optimizer_mismatches(groups, names_by_optimizer, trained)
+    problems = find_checkpoint_mismatches(saved, state, strict) + find_optimizer_mismatches(
+        groups, names_by_optimizer, trained
+    )
     if problems:
         raise SetupError(f"The checkpoint {str(path)!r} does not fit the module: {'; '.join(problems)}. {_FIX}.")
     parameters = dict(module.named_parameters())

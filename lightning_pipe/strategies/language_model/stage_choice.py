@@ -71,7 +71,7 @@ _ADAMS = 2  # number of state tensors per parameter in Adam
 
 
 @dataclass(frozen=True)
-class StageChoice:
+class StagePlanChoice:
     """Chosen candidate and its alternatives."""
 
     chosen: SchedulePrediction
@@ -82,7 +82,7 @@ class StageChoice:
 
 
 @dataclass(frozen=True)
-class StageChooser:
+class StagePlanChooser:
     """Chooses plans for modules. Every rank must call :meth:`choose` for the same modules."""
 
     maker: LLMPipelineComponentsBuilder
@@ -92,7 +92,7 @@ class StageChooser:
     memory_limit: int | None
     trials: int
 
-    def choose(self, module: PipelineModule, batch: Callable[[], Any]) -> StageChoice:
+    def choose(self, module: PipelineModule, batch: Callable[[], Any]) -> StagePlanChoice:
         """Return the fastest plan for a module, with its alternatives."""
         group, size = self.maker.numbers_group, self.maker.meshes.dimensions.pp
         config = run_on_all_ranks(
@@ -102,7 +102,9 @@ class StageChooser:
         shared_batch = run_on_rank(lambda: local_batch, "the first rank could not send its batch", group)
         counts = _microbatch_counts_of(shared_batch, size, self.num_microbatches)
         measured, notes = self._measure_layers(module, config, shared_batch, counts)
-        limits = [rank_limit for rank_limit in all_gather_objects(self._limit(), group) if rank_limit is not None]
+        limits = [
+            rank_limit for rank_limit in all_gather_objects(self._get_memory_limit(), group) if rank_limit is not None
+        ]
         limit = min(limits, default=None)
 
         def simulate_candidates(calibrated: Calibration | None) -> tuple[list[SchedulePrediction], int]:
@@ -133,9 +135,9 @@ class StageChooser:
         }
         best = choose_measured_plan(ran, ran) if ran else predictions[0].candidate
         chosen = next(prediction for prediction in predictions if prediction.candidate == best)
-        return StageChoice(chosen, tuple(predictions), too_large, limit, tuple(notes))
+        return StagePlanChoice(chosen, tuple(predictions), too_large, limit, tuple(notes))
 
-    def _limit(self) -> int | None:
+    def _get_memory_limit(self) -> int | None:
         if self.memory_limit is not None or self.maker.device.type != "cuda":
             return self.memory_limit
         torch.cuda.empty_cache()
@@ -322,7 +324,7 @@ def get_or_derive_module_config(module: PipelineModule) -> PPModuleConfig:
     config = module.pipeline_module_config()
     if config is None:
         return derive_pp_module_config(module.model)
-    config.check(module.model)
+    config.check_against_model(module.model)
     return config
 
 
@@ -347,7 +349,7 @@ def make_padded_microbatches(
     """Cut a batch into micro-batches, padded to one length as in training."""
     keys = settings.batching.padding_spec(module.ignore_index)
     items = split_batch(batch, count, keys).items
-    longest = max((keys.rows_and_length(item)[1] for item in items), default=0)
+    longest = max((keys.get_microbatch_rows_and_length(item)[1] for item in items), default=0)
     limits = settings.sizes.length_multiple, module.max_sequence_length
     length = settings.batching.padded_length(longest, *limits)
     return [pad_microbatch(item, length, keys) for item in items]

@@ -28,7 +28,7 @@ from lightning_pipe.llm.model.meta_tensors import parameters_on_meta
 from lightning_pipe.llm.model.module_config import PPModuleConfig
 from lightning_pipe.llm.schedules.checks import check_microbatches
 from lightning_pipe.llm.schedules.specs import SCHEDULES, count_stages_per_rank
-from lightning_pipe.llm.split.stage_fqns import split_by_options, split_evenly
+from lightning_pipe.llm.split.stage_fqns import assign_modules_to_stages, split_layers_evenly
 from lightning_pipe.strategies.language_model.pipeline_module import PipelineModule
 from lightning_pipe.strategies.language_model.stage_choice import (
     estimate_optimizer_bytes,
@@ -100,9 +100,9 @@ def estimate_stages(
         """Costs for splitting as the strategy does, with numbers of operations instead of seconds."""
         if unit == "memory":
             return compute_memory_costs(footprints, states, plan.num_microbatches)
-        return compute_time_costs(convert_flops_to_work(footprints))
+        return compute_time_costs(get_flops_per_model_piece(footprints))
 
-    layers = layer_counts(config, split_by_options(config, plan.num_stages, plan.split, compute_piece_costs))
+    layers = layer_counts(config, assign_modules_to_stages(config, plan.num_stages, plan.split, compute_piece_costs))
     candidate = ScheduleCandidate(plan.spec, plan.stages_per_rank, plan.num_microbatches, layers)
     size = plan.pipeline_size
     if settings.sizes.ep > 1:
@@ -120,7 +120,7 @@ def estimate_stages(
     )
 
 
-def convert_flops_to_work(footprints: ModelPieceResults[Footprint]) -> ModelPieceResults[LayerWork]:
+def get_flops_per_model_piece(footprints: ModelPieceResults[Footprint]) -> ModelPieceResults[LayerWork]:
     """Floating-point operations of each piece, used instead of seconds."""
     return ModelPieceResults.map(lambda footprint: footprint.operations, footprints)
 
@@ -134,7 +134,7 @@ def estimate_schedule_memory_and_bubble(
 ) -> SchedulePrediction:
     """Estimate the memory of each rank, and the bubble for ranks of equal speed and messages that take no time."""
     count, shared = candidate.num_microbatches, sharing or ShardCounts()
-    work = convert_flops_to_work(footprints)
+    work = get_flops_per_model_piece(footprints)
     # Ranks of tensor parallelism share the products of layers, and each computes the whole head.
     layers = tuple(LayerWork(*(cost / shared.tensor for cost in layer)) for layer in work.layers)
     measurements = Measurements(
@@ -157,7 +157,7 @@ def compare_schedules(
         try:
             per_rank = count_stages_per_rank(spec, pp_size)
             check_microbatches(spec, num_microbatches, pp_size, per_rank)
-            layers = layer_counts(config, split_evenly(config, pp_size * per_rank))
+            layers = layer_counts(config, split_layers_evenly(config, pp_size * per_rank))
         except SetupError as error:
             results.append(UnsupportedScheduleReason(spec.name, str(error)))
         else:

@@ -32,7 +32,7 @@ from lightning_pipe.llm.model.hf_weights import PretrainedWeights
 from lightning_pipe.llm.parallel.parallel_dims import ParallelDims
 from lightning_pipe.llm.run.optimizer_checks import check_not_fused, check_optimizers_for_sharding
 from lightning_pipe.llm.run.optimizer_offload import OptimizerStateOffload
-from lightning_pipe.llm.run.options import LLMOptions, option_pairs
+from lightning_pipe.llm.run.options import LLMOptions, flatten_option_fields
 from lightning_pipe.llm.run.preparation import BatchInPreparation
 from lightning_pipe.llm.run.recorder import StageRecorder
 from lightning_pipe.llm.run.schedule_runner import ScheduleRunner
@@ -130,7 +130,7 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
         compared: dict[str, Any] = {"uneven_batches": uneven_batches, "uneven_evaluation": uneven_evaluation}
         compared["async_checkpoints"] = async_checkpoints
         self._compared_options = [
-            *option_pairs("", options),
+            *flatten_option_fields("", options),
             *((name, repr(value)) for name, value in compared.items()),
         ]
         self._maker: LLMPipelineComponentsBuilder | None = None
@@ -179,33 +179,33 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
         self._weights = None
         if isinstance(module, PipelineModule) and module.model is None:
             self._weights = module.pretrained_weights()
-        with self._parts_maker.model_building():
+        with self._components_builder.model_building():
             yield
 
     def _split(self, module: PipelineModule) -> None:
         """Split the module unless this was done before. A trainer can run several modules in turn."""
         parts = self._parts_by_model.get(id(module.model))
         if parts is None:
-            self._parts_maker.check_module(module)
+            self._components_builder.check_module(module)
             if self.precision_plugin.precision == "16-true":
                 raise SetupError(
                     "The trainer's precision is '16-true', with which gradients of summed losses overflow without a"
                     " loss scale. Use '16-mixed', 'bf16-mixed', 'bf16-true' or '32-true'."
                 )
             weights, self._weights = self._weights, None
-            parts = self._parts_maker.build(module, self._plan_for(module), weights)
+            parts = self._components_builder.build(module, self._get_plan_for_module(module), weights)
             self._parts_by_model[id(parts.split.local_model)] = parts
         self._parts = parts
 
-    def _plan_for(self, module: PipelineModule) -> StagePlan:
+    def _get_plan_for_module(self, module: PipelineModule) -> StagePlan:
         """Plan for a module that has not been cut yet."""
-        return self._parts_maker.settings.plan
+        return self._components_builder.settings.plan
 
     def setup(self, trainer: pl.Trainer) -> None:
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
-        if len(self._parts_maker.meshes.same_batch) == 1:
+        if len(self._components_builder.meshes.same_batch) == 1:
             # A single pipeline reads all data in the order of its loaders. Lightning's sampler would shuffle it.
             disable_distributed_sampler(trainer)
         module = check_pipeline_module(self.lightning_module, fitting)
@@ -223,16 +223,16 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
         module._run_in_stages, module._predict_in_stages = self._run_batch, self._predict
         install_loops(trainer)
         if fitting:
-            ZeroGradFirstOptimization.install(trainer, self._stage_parts.runs.discard_unfinished_step_tokens)
+            ZeroGradFirstOptimization.install(trainer, self._pipeline_components.runs.reset_step_token_count)
             with allow_empty_optimizers():
                 self.setup_optimizers(trainer)
-            check_optimizers_for_sharding(self.optimizers, self._parts_maker.settings.sizes)
-            if self._stage_parts.scaling is not None:
+            check_optimizers_for_sharding(self.optimizers, self._components_builder.settings.sizes)
+            if self._pipeline_components.scaling is not None:
                 check_not_fused(self.optimizers)
-                self._stage_parts.scaling.patch_scaler()
-            self._stage_parts.gradients.check_tied_param_groups(self.optimizers)
+                self._pipeline_components.scaling.patch_scaler()
+            self._pipeline_components.gradients.check_tied_param_groups(self.optimizers)
             # The plugin's method would clip each stage by its own norm instead of the norm of the whole model.
-            self.precision_plugin.clip_grad_by_norm = self._stage_parts.gradients.clip_grad_norm  # type: ignore[assignment, method-assign]
+            self.precision_plugin.clip_grad_by_norm = self._pipeline_components.gradients.clip_grad_norm  # type: ignore[assignment, method-assign]
         self.setup_precision_plugin()
         if fitting:
             optimizers_to_device(self.optimizers, self.root_device)
@@ -244,10 +244,10 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
     @property
     def device_mesh(self) -> DeviceMesh:
         """Device mesh with the dimensions ``pipeline``, ``replicate`` and ``shard`` (data), and ``tensor``."""
-        return self._parts_maker.meshes.root
+        return self._components_builder.meshes.root
 
     @property
-    def _parts_maker(self) -> LLMPipelineComponentsBuilder:
+    def _components_builder(self) -> LLMPipelineComponentsBuilder:
         if self._maker is None:
             raise SetupError("The device mesh does not exist yet. Use it after the trainer has set up the strategy.")
         return self._maker
@@ -255,7 +255,7 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
     @property
     def runner(self) -> ScheduleRunner:
         """Runner of this rank's stages."""
-        return self._stage_parts.runner
+        return self._pipeline_components.runner
 
     def strategy_info(self) -> StrategyInfo:
         """Information for callbacks, available after the trainer has set up the strategy."""
@@ -270,7 +270,7 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
     @property
     def plan(self) -> StagePlan:
         """Plan by which the current model is cut and scheduled."""
-        return self._parts_maker.settings.plan if self._parts is None else self._parts.plan
+        return self._components_builder.settings.plan if self._parts is None else self._parts.plan
 
     @property
     def schedule_spec(self) -> ScheduleSpec:
@@ -280,7 +280,7 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
     @property
     def pipeline_size(self) -> int:
         """Number of ranks in a pipeline."""
-        return self._parts_maker.meshes.dimensions.pp
+        return self._components_builder.meshes.dimensions.pp
 
     @property
     def num_microbatches(self) -> int:
@@ -293,19 +293,19 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
         return self.plan.stages_per_rank
 
     @property
-    def _stage_parts(self) -> LLMPipelineComponents:
+    def _pipeline_components(self) -> LLMPipelineComponents:
         if self._parts is None:
             raise SetupError("The stages do not exist yet. Use them after the trainer has set up the strategy.")
         return self._parts
 
     def print_stages(self) -> None:
         """Print what each rank holds (modules, parameters, bytes), on the first rank. Every rank must call this."""
-        self._stage_parts.print_stages()
+        self._pipeline_components.print_stages()
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """Arguments of Lightning's sampler, with one replica per group of ranks that read the same data."""
-        parts = self._parts_maker.meshes.same_batch
+        parts = self._components_builder.meshes.same_batch
         group_index = next(index for index, ranks in enumerate(parts) if self.global_rank in ranks)
         return {"num_replicas": len(parts), "rank": group_index}
 
@@ -326,20 +326,20 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
         return super().process_dataloader(dataloader)
 
     @property
-    def same_batch_ranks(self) -> list[list[int]]:
+    def same_batch_rank_groups(self) -> list[list[int]]:
         """Groups of ranks that read the same batches."""
-        return self._parts_maker.meshes.same_batch
+        return self._components_builder.meshes.same_batch
 
     @property
     def all_ranks_share_data(self) -> bool:  # type: ignore[override]
         """True if all ranks belong to one pipeline, which reads one stream of batches."""
-        return len(self._parts_maker.meshes.same_batch) == 1
+        return len(self._components_builder.meshes.same_batch) == 1
 
     # ------------------------------------------------------------------ the program
 
     def training_program(self, trainer: pl.Trainer, transfer: Callable[[Any], Any]) -> TrainingProgram:
         """Build the tasks and the plan. The training loop calls this method when training begins."""
-        plan = llm_plan(transfer, self._stage_parts.preparation.begin, self._store_prepared_batch)
+        plan = llm_plan(transfer, self._pipeline_components.preparation.begin, self._store_prepared_batch)
         self._program = TrainingProgram(
             SWPipeline(plan, self.root_device),
             transfer="H2D",
@@ -351,7 +351,7 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
 
     def evaluation_program(self, trainer: pl.Trainer, transfer: Callable[[Any], Any], step: str) -> EvaluationProgram:
         """Build the tasks and the plan that evaluate the batches of one dataloader."""
-        plan = llm_evaluation_plan(transfer, self._stage_parts.preparation.begin, name=step)
+        plan = llm_evaluation_plan(transfer, self._pipeline_components.preparation.begin, name=step)
         program = EvaluationProgram(SWPipeline(plan, self.root_device), transfer="H2D", step="ScheduleForward")
         self._evaluations.append(program)
         return program
@@ -368,14 +368,14 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
         return self._program
 
     def _run_batch(self, batch: Any) -> BatchResult:
-        result = self._stage_parts.runs.run(batch, self._pop_prepared("run", batch))
+        result = self._pipeline_components.runs.run(batch, self._pop_prepared("run", batch))
         if self._coordinator is not None:
             # The loss is a mean over all pipelines, so ranks that do not have this batch log it too.
             self._coordinator.results.append(result.loss)
         return result
 
     def _predict(self, batch: Any) -> Any:
-        return self._stage_parts.runs.predict(batch, self._pop_prepared("predict", batch))
+        return self._pipeline_components.runs.predict(batch, self._pop_prepared("predict", batch))
 
     def _store_prepared_batch(self, prepared: BatchInPreparation | None) -> None:
         self._prepared_batch = prepared
@@ -399,7 +399,7 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
             super().join_announced_collective(action, payload)
             return
         with self.precision_plugin.forward_context():
-            self._stage_parts.runs.run_uncounted(
+            self._pipeline_components.runs.run_uncounted(
                 move_data_to_device(payload, self.root_device), with_losses=action == "run"
             )
 
@@ -438,8 +438,8 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
         module = self.lightning_module
         assert module is not None
         if not is_accumulating(module.trainer.fit_loop.epoch_loop):
-            self._stage_parts.gradients.finalize_grads()
-            self._stage_parts.runs.divide_gradients(list(module.parameters()))
+            self._pipeline_components.gradients.finalize_grads()
+            self._pipeline_components.runs.divide_gradients(list(module.parameters()))
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         program = self._active_training_program
@@ -464,7 +464,7 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
         """Write a checkpoint folder (``torch.distributed.checkpoint``), into which every rank writes its stages."""
         module = self.lightning_module
         assert module is not None
-        order = [f"model.{name}" for name in self._stage_parts.split.names]
+        order = [f"model.{name}" for name in self._pipeline_components.split.names]
         path = self._agreed_path(filepath, storage_options)
         save_stage_checkpoint(checkpoint, path, module, self.optimizers, order, self._write_folder)
 

@@ -86,7 +86,7 @@ class RecsysEvaluation:
         self.programs.append(program)
         return program
 
-    def run(self, step: Callable[[], Any]) -> Any:
+    def run_step(self, step: Callable[[], Any]) -> Any:
         """Run the evaluation step of a batch, in the program that holds the batch."""
         for program in self.programs:
             if program.current is not None and not program.trains_in_one_task:

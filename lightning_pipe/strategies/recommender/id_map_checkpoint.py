@@ -43,13 +43,13 @@ class IdMapCheckpointLoader:
         self._names = names
         self._moved = maps.find_resharded(self._read_shard_offsets, always=names is not None)
 
-    def leave_out(self, state: dict[str, Any]) -> None:
+    def remove_resharded_maps(self, state: dict[str, Any]) -> None:
         """Remove the maps that :meth:`fill` redistributes from a state to fill."""
         for name in [name for name in state if any(id_map.has_state_dict_key(name) for id_map in self._moved)]:
             del state[name]
 
     def fill(self, *, with_histories: bool) -> None:
-        """Fill what *leave_out* has removed, and continue the histories, after all else is loaded."""
+        """Fill what *remove_resharded_maps* has removed, and continue the histories, after all else is loaded."""
         for id_map in self._moved:
             begins = self._read_shard_offsets(id_map.buffer_names[0])
             assert begins is not None

@@ -85,7 +85,7 @@ def remove_tables_from_optimizers(optimizers: Sequence[Optimizer], sharded: Shar
             group.setdefault("initial_lr", group["lr"])
 
 
-def log_kernel_defaults(model: ShardedModel) -> None:
+def log_fused_optimizer_defaults(model: ShardedModel) -> None:
     """Log the arguments of tables' optimizers that have the kernel's default instead of the class's."""
     tables: dict[tuple[str, str], int] = {}
     for table in model.tables.values():
@@ -101,7 +101,7 @@ def log_kernel_defaults(model: ShardedModel) -> None:
         )
 
 
-def last_batch_writer(tasks: Sequence[PipelineTask]) -> str | None:
+def find_last_task_writing_batch(tasks: Sequence[PipelineTask]) -> str | None:
     """Name of the last task that writes the batch before it is trained: a balancer's, or one of the user's own."""
     names = [task.name for task in tasks]
     before = tasks[names.index("H2DAndShuffle") + 1 : names.index("DenseForward")]

@@ -94,7 +94,7 @@ class RecsysProfiler:
         pipeline.drain()
         pipeline.start_trace()
         for index in range(iterations):
-            pipeline.run_one_serial_iter(take_snapshot(batches[index % len(batches)]).make_copy())
+            pipeline.run_one_serial_iter(take_snapshot(batches[index % len(batches)]).copy_captured_value())
         times: dict[str, list[float]] = {}
         for span in pipeline.stop_trace():
             times.setdefault(span.task, []).append(span.end - span.start)
@@ -172,15 +172,15 @@ class _TrainingStateSnapshotter:
 def _metrics_and_generators_kept(module: pl.LightningModule, device: torch.device) -> Iterator[None]:
     """Context after which the states of the module's metrics and of the random generators are restored."""
     metrics = [part for part in module.modules() if isinstance(part, Metric)]
-    states, generators = [_state_of(metric) for metric in metrics], get_rng_states(device)
+    states, generators = [_snapshot_metric_state(metric) for metric in metrics], get_rng_states(device)
     try:
         yield
     finally:
         for metric, state in zip(metrics, states, strict=True):
-            metric.__dict__.update(state.make_copy())
+            metric.__dict__.update(state.copy_captured_value())
         set_rng_states(generators, device)
 
 
-def _state_of(metric: Metric) -> Snapshot:
+def _snapshot_metric_state(metric: Metric) -> Snapshot:
     names = (*metric._defaults, "_update_count", "_computed", "_forward_cache")
     return take_snapshot({name: getattr(metric, name) for name in names})

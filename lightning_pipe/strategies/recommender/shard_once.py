@@ -64,7 +64,7 @@ def shard_module_once(
             groups += [replicas.shards, replicas.peers]
         try:
             # Lightning's launcher does not set it, and TorchRec would then assume that all ranks are on one node.
-            with _in_environment("LOCAL_WORLD_SIZE", str(ranks_per_node)), inherit_default_group_timeout():
+            with _temporary_env_var_default("LOCAL_WORLD_SIZE", str(ranks_per_node)), inherit_default_group_timeout():
                 model = shard_model(module, device=device, group=groups[0], replicas=replicas, **arguments)
         except BaseException:
             for group in groups:
@@ -95,7 +95,7 @@ def mark_warm_started(module: pl.LightningModule) -> None:
 
 
 @contextmanager
-def _in_environment(name: str, value: str) -> Generator[None, None, None]:
+def _temporary_env_var_default(name: str, value: str) -> Generator[None, None, None]:
     """Context in which an environment variable is set. An existing value stays."""
     if name in os.environ:
         yield

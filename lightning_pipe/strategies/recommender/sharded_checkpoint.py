@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning_pipe._compat.managed_collision import is_id_map_entry
 from lightning_pipe.checkpoints.compiled_names import CompiledNameMap
 from lightning_pipe.checkpoints.folder_reading import (
-    find_mismatches,
+    find_checkpoint_mismatches,
     gather_state_sizes,
     load_in_place,
     read_extra_state,
@@ -57,7 +57,7 @@ def save_sharded_checkpoint(
     rest = {key: value for key, value in checkpoint.items() if key != "state_dict"}
     state = {"model": sharded.drop_dynamic_entries(checkpoint["state_dict"])}
     if "optimizer_states" in checkpoint:
-        state |= _table_states(sharded)
+        state |= _get_table_optimizer_states(sharded)
         rest[TABLE_OPTIMIZERS] = {name: table.resolved_optimizer.name for name, table in sharded.tables.items()}
         if histories := sharded.id_maps.collect_id_histories():
             state[HISTORIES] = histories
@@ -80,15 +80,15 @@ def load_sharded_checkpoint(
     rest.pop(TABLE_OPTIMIZERS, None)
     state: dict[str, Any] = {"model": _get_model_state_dict(sharded)}
     if with_optimizers and "optimizer_states" in rest:
-        state |= _table_states(sharded)
+        state |= _get_table_optimizer_states(sharded)
     saved = _collect_state_dict_names(gather_state_sizes(state)).rename_metadata(saved)
-    problems = find_mismatches(saved, state, strict)
+    problems = find_checkpoint_mismatches(saved, state, strict)
     if problems:
         raise SetupError(f"the checkpoint {str(path)!r} does not fit the module: {'; '.join(problems)}. {_FIX}")
-    if not strict and (left_out := find_mismatches(saved, state, True)):
+    if not strict and (left_out := find_checkpoint_mismatches(saved, state, True)):
         rank_zero_info(f"strict_loading is False; checkpoint {str(path)!r} has other values: {'; '.join(left_out)}")
     maps = IdMapCheckpointLoader(sharded.id_maps, folder, saved, weights_only)
-    maps.leave_out(state["model"])
+    maps.remove_resharded_maps(state["model"])
     load_in_place(folder, saved, state, strict=strict, weights_only=weights_only, fix=_FIX)
     _load_model_and_table_optimizer_states(sharded, state["model"], state.get("tables", {}).get("state", {}))
     maps.fill(with_histories=with_optimizers)
@@ -102,7 +102,7 @@ def start_from_checkpoint(options: WarmStartOptions, sharded: ShardedModel, weig
     folder, saved, rest = _read_metadata_on_all_ranks(options.path, weights_only)
     keep = options.optimizer_states == "keep"
     model = {name: value for name, value in _get_model_state_dict(sharded).items() if not is_id_map_entry(name)}
-    states = _table_states(sharded).get("tables", {}).get("state", {}) if keep else {}
+    states = _get_table_optimizer_states(sharded).get("tables", {}).get("state", {}) if keep else {}
     sizes = gather_state_sizes({"model": model, "tables": {"state": states}})
     names = _collect_state_dict_names(sizes)
     saved, optimizers = names.rename_metadata(saved), rest.get(TABLE_OPTIMIZERS)
@@ -175,7 +175,7 @@ def _get_model_state_dict(sharded: ShardedModel) -> dict[str, Any]:
     return sharded.drop_dynamic_entries(sharded.dmp.state_dict())
 
 
-def _table_states(sharded: ShardedModel) -> dict[str, Any]:
+def _get_table_optimizer_states(sharded: ShardedModel) -> dict[str, Any]:
     """Return the part ``tables``: the optimizers' states without those of dynamic tables, which are part of the rows.
 
     Parameters without a state, as under SGD, are left out. Without any state, there is no part. On a rank without

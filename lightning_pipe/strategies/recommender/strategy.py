@@ -47,8 +47,8 @@ from lightning_pipe.strategies.recommender.evaluation import LOOKUP, RecsysEvalu
 from lightning_pipe.strategies.recommender.lightning_adapters import (
     TransferThreadPolicy,
     extract_loss,
-    last_batch_writer,
-    log_kernel_defaults,
+    find_last_task_writing_batch,
+    log_fused_optimizer_defaults,
     remove_tables_from_optimizers,
     wrap_transfer_with_batch_check,
 )
@@ -284,12 +284,12 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
         module = self.lightning_module
         assert self.accelerator is not None and module is not None
         self.accelerator.setup(trainer)
-        self._keep_loader_order_of_one_process(trainer)
+        self._disable_sampler_if_single_process(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
         check_precision(self.precision_plugin)
         if fitting:
             check_training_options(trainer, module, self.precision_plugin, self._in_every_batch)
-            check_fp16_comms(trainer, self.precision_plugin, self._options.wire.comms.backward)
+            check_fp16_comms(trainer, self.precision_plugin, self._options.wire.resolved_quantized_comms.backward)
             if (batch_norm := get_layer_sync_plugin(self)) is not None:
                 batch_norm.apply(module)
         self.precision_plugin.convert_module(module)
@@ -316,10 +316,10 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
             self.setup_optimizers(trainer)
             self._rates = TableLearningRates(self._sharded, lambda: self.optimizers[0], self._sparse_lr_scheduler)
             self._gradients = None
-            log_kernel_defaults(self._sharded)
+            log_fused_optimizer_defaults(self._sharded)
             if clips_gradients(trainer):
                 refuse_clipping(self._sharded.replicas)
-            self._session.begin_training(self._rates.apply)
+            self._session.create_dense_gradient_reducer(self._rates.apply)
         self.setup_precision_plugin()
         if fitting:
             optimizers_to_device(self.optimizers, self.root_device)
@@ -353,17 +353,19 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
         if isinstance(loop, PipelineTrainingEpochLoop):
             rewrite.statuses = loop.status_exchange
         if clipped or loss_scaled:
-            self._gradients = TablePrecisionPluginAdapter(precision, sharded, session.device, self._batch_in_training)
+            self._gradients = TablePrecisionPluginAdapter(
+                precision, sharded, session.device, self._get_current_iter_context
+            )
         arguments: dict[str, Any] = {
             "transfer": "H2DAndShuffle",
             "forward": "LossPostprocess",
             "backward": "FinalizeGrads",
             "step": "OptimStep",
-            "last_replacing_task": last_batch_writer(tasks),
+            "last_replacing_task": find_last_task_writing_batch(tasks),
             "trains_next_alone": lambda: (
                 self._program is not None and next_must_run_serially(rewrite, self._program.pipeline.plan)
             ),
-            "on_close": self._end_training,
+            "on_close": self._restore_model_and_precision_plugin,
             "on_abandon": self._abandon,
         }
         allowed = partial(self._users_transfer.move_user_transfer_to_main_thread, trainer)
@@ -390,17 +392,17 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
         )
         return self._program
 
-    def _batch_in_training(self) -> Any:
+    def _get_current_iter_context(self) -> Any:
         return None if self._program is None else self._program.current
 
     def _abandon(self, contexts: Sequence[Any]) -> None:
         assert self._session is not None
         self.pipeline.wait_for_workers()  # a worker may still prefetch rows
-        self._session.abandon(contexts)
+        self._session.undo_lookups_and_prefetches(contexts)
 
-    def _end_training(self) -> None:
+    def _restore_model_and_precision_plugin(self) -> None:
         assert self._session is not None
-        self._session.end_training()
+        self._session.restore_model_after_training()
         if self._gradients is not None:
             self._gradients.restore_precision_plugin()
 
@@ -467,7 +469,7 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
         if gradients is None:
             output = super().optimizer_step(optimizer, closure_and_open_step, model, **kwargs)
         else:
-            with gradients.stepping(optimizer):
+            with gradients.skipping_tables_if_step_skipped(optimizer):
                 output = super().optimizer_step(optimizer, closure_and_open_step, model, **kwargs)
         program.end_step_task()
         self._rates.step()
@@ -491,14 +493,16 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
 
     def _evaluate(self, step: Callable[[], Any]) -> Any:
         assert self._evaluation is not None
-        return self._evaluation.run(step)
+        return self._evaluation.run_step(step)
 
     @contextmanager
-    def announce_collectives(self, coordinator: UnevenBatchCoordinator, step: str) -> Generator[None, None, None]:
+    def announce_collectives_to_ranks(
+        self, coordinator: UnevenBatchCoordinator, step: str
+    ) -> Generator[None, None, None]:
         """Context in which lookups and reductions of an evaluation step are announced to *coordinator*."""
         assert self._evaluation is not None
         with (
-            super().announce_collectives(coordinator, step),
+            super().announce_collectives_to_ranks(coordinator, step),
             self._evaluation.announce_lookups_to_ranks(coordinator, step),
         ):
             yield

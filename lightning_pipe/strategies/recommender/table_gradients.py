@@ -58,7 +58,7 @@ class TablePrecisionPluginAdapter:
             ctx.gradient_scale = self._scaler.scale(torch.ones((), device=self._device)).reciprocal()
 
     @contextmanager
-    def stepping(self, optimizer: Optimizer) -> Iterator[None]:
+    def skipping_tables_if_step_skipped(self, optimizer: Optimizer) -> Iterator[None]:
         """Context of the plugin's ``optimizer_step``. If it skips the optimizer step, the tables skip it too."""
         if self._scaler is None:
             yield

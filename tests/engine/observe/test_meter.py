@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from lightning_pipe.engine import IterContext, PipelinePlan, PipelineTask, SWPipeline, TaskSchedule
-from lightning_pipe.engine.observe.meter import Meter
+from lightning_pipe.engine.observe.meter import CallerTimeMeter
 from tests.patience import HANG
 
 
@@ -64,7 +64,7 @@ def test_it_tells_fetching_tasks_and_waits_for_workers_apart(clock: Clock) -> No
     ]
     source = batches()
     with SWPipeline(PipelinePlan(tasks)) as pipeline:
-        pipeline.meter = meter = Meter()
+        pipeline.meter = meter = CallerTimeMeter()
         for _ in range(3):
             pipeline.progress(source)
     assert (meter.fetching, meter.waiting) == (3.0, 9.0)

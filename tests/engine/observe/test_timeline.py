@@ -131,7 +131,9 @@ def test_micro_batches_arrows_go_forward_through_the_stages_and_back() -> None:
 def test_what_follows_a_schedule_waits_for_the_last_work_in_it_of_every_rank() -> None:
     bars = [part("forward", 1, 0, 2), part("backward", 1, 2, 4), part("forward", 0, 1, 2), part("backward", 0, 4, 9)]
     timeline = Timeline([*bars, task("OptimStep", 3, 9, 12, rank=1), task("OptimStep", 3, 9, 10)])
-    steps = {(timeline.bars[s].rank, timeline.bars[t].rank, timeline.bars[t].name) for s, t in timeline.critical_steps}
+    steps = {
+        (timeline.bars[s].rank, timeline.bars[t].rank, timeline.bars[t].name) for s, t in timeline.critical_path_arrows
+    }
     assert (0, 1, "OptimStep") in steps
 
 

@@ -9,7 +9,7 @@ import pytest
 from benchmarks.costs_text import dump_costs
 from lightning_pipe.engine import PlanError
 from lightning_pipe.engine.planning.costs import TaskCost
-from lightning_pipe.engine.planning.costs_yaml import CostsSpec, load_costs
+from lightning_pipe.engine.planning.costs_yaml import CostsSpec, parse_costs_yaml
 from lightning_pipe.engine.planning.network import Collective
 
 FULL = CostsSpec(
@@ -29,21 +29,21 @@ FULL = CostsSpec(
 
 
 def test_costs_come_back_as_they_were_written() -> None:
-    found = load_costs(dump_costs(FULL))
+    found = parse_costs_yaml(dump_costs(FULL))
     assert found.latency == pytest.approx(FULL.latency)
     assert replace(found, latency=FULL.latency) == FULL
     assert FULL.has_messages
 
 
 def test_only_tasks_are_needed_and_a_number_is_milliseconds() -> None:
-    found = load_costs("tasks: {Train: 5, Send: {all_reduce: 2MB}, Rest: {}}")
+    found = parse_costs_yaml("tasks: {Train: 5, Send: {all_reduce: 2MB}, Rest: {}}")
     assert found.tasks == {
         "Train": TaskCost(0.005),
         "Send": TaskCost(0.0, background=Collective("all_reduce", 2e6)),
         "Rest": TaskCost(0.0),
     }
     assert found == CostsSpec(found.tasks)
-    assert not load_costs("tasks: {Train: 5, Send: {background_ms: 2}}").has_messages
+    assert not parse_costs_yaml("tasks: {Train: 5, Send: {background_ms: 2}}").has_messages
 
 
 @pytest.mark.parametrize(
@@ -75,4 +75,4 @@ def test_only_tasks_are_needed_and_a_number_is_milliseconds() -> None:
 )
 def test_a_wrong_file_is_refused_by_what_was_found_and_what_is_needed(text: str, said: str) -> None:
     with pytest.raises(PlanError, match=said):
-        load_costs(text)
+        parse_costs_yaml(text)

@@ -5,7 +5,7 @@ import pytest
 from lightning_pipe.engine import PipelinePlan, PipelineTask, TaskSchedule
 from lightning_pipe.engine.planning.costs import Machine, TaskCost
 from lightning_pipe.engine.planning.network import Collective, NetworkModel
-from lightning_pipe.engine.planning.prediction import find_scaling_break, predict
+from lightning_pipe.engine.planning.prediction import find_scaling_break, predict_plan_performance
 
 
 def exchange(latency: float, bandwidth: float) -> tuple[PipelinePlan, dict[str, TaskCost], Machine]:
@@ -43,7 +43,7 @@ def test_a_plan_that_does_not_break_is_told_with_its_time_at_the_end() -> None:
 
 def test_exposed_time_of_a_resource_is_what_the_iteration_is_shorter_without_it() -> None:
     plan, costs, machine = exchange(latency=1e-5, bandwidth=1e9)
-    found = predict(plan, costs, machine)
+    found = predict_plan_performance(plan, costs, machine)
     assert found.exposed["network"] == pytest.approx(found.seconds - 0.01)
     assert found.exposed["compute"] == pytest.approx(0.01)
     assert found.busiest == "compute"

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_pipe.engine.ranks import object_collectives
-from lightning_pipe.engine.ranks.gloo_all_to_all import benefits_from_full_duplex_all_to_all, wrap_full_duplex_group
+from lightning_pipe.engine.ranks.gloo_all_to_all import is_multi_host_gloo_group, wrap_full_duplex_group
 from lightning_pipe.engine.ranks.process_groups import new_group
 from tests.distributed import run_ranks, with_detailed_debugging
 
@@ -118,9 +118,9 @@ def test_those_that_nobody_waits_for_have_ended_before_their_memory_is_freed() -
 
 def where(rank: int, world_size: int) -> list[bool]:
     group = new_group()
-    found = [benefits_from_full_duplex_all_to_all(group), wrap_full_duplex_group(group) is not group]
+    found = [is_multi_host_gloo_group(group), wrap_full_duplex_group(group) is not group]
     object_collectives.host_id = lambda: (f"machine {rank // 2}", 0)
-    found += [benefits_from_full_duplex_all_to_all(group), wrap_full_duplex_group(group) is not group]
+    found += [is_multi_host_gloo_group(group), wrap_full_duplex_group(group) is not group]
     return found
 
 

@@ -7,7 +7,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from lightning_pipe._compat.torch import group_timeout
+from lightning_pipe._compat.torch import get_process_group_timeout
 from lightning_pipe.engine.ranks.process_groups import inherit_default_group_timeout, new_group
 from tests.distributed import run_ranks
 from tests.patience import HANG
@@ -20,7 +20,7 @@ def made(rank: int, world_size: int) -> tuple[int, list[timedelta]]:
     total = torch.tensor(rank + 1)
     dist.all_reduce(total, group=asked)
     groups = [None, new_group(), new_group(backend="gloo"), of_others, asked, dist.new_group()]
-    return int(total), [group_timeout(group) for group in groups]
+    return int(total), [get_process_group_timeout(group) for group in groups]
 
 
 def test_groups_have_the_default_groups_timeout_and_so_can_those_of_other_libraries() -> None:

@@ -62,24 +62,24 @@ def test_tensors_are_copied_through_any_nesting(name: str) -> None:
     value = make()
     kept = take_snapshot(value)
     tensor_of(value).add_(10)
-    first = kept.make_copy()
+    first = kept.copy_captured_value()
     assert type(first) is type(value)
     assert tensor_of(first).tolist() == [1.0, 2.0]
     tensor_of(first).mul_(7)
-    assert tensor_of(kept.make_copy()).tolist() == [1.0, 2.0]
+    assert tensor_of(kept.copy_captured_value()).tolist() == [1.0, 2.0]
 
 
 def test_containers_are_new_each_time() -> None:
     kept = take_snapshot({"numbers": [1, 2]})
-    kept.make_copy()["numbers"].append(3)
-    assert kept.make_copy() == {"numbers": [1, 2]}
-    bounded = take_snapshot(deque([1], maxlen=2)).make_copy()
+    kept.copy_captured_value()["numbers"].append(3)
+    assert kept.copy_captured_value() == {"numbers": [1, 2]}
+    bounded = take_snapshot(deque([1], maxlen=2)).copy_captured_value()
     assert bounded.maxlen == 2
 
 
 def test_what_is_held_twice_is_one_object_in_what_is_given() -> None:
     tensor, numbers = two(), [1]
-    found = take_snapshot((tensor, [tensor], numbers, numbers)).make_copy()
+    found = take_snapshot((tensor, [tensor], numbers, numbers)).copy_captured_value()
     assert found[0] is found[1][0]
     assert found[2] is found[3]
     assert found[0] is not tensor
@@ -89,7 +89,7 @@ def test_an_object_that_holds_itself_is_rebuilt_around_itself() -> None:
     holder: Any = Pair.__new__  # any function: kept as it is
     node = type("Node", (), {})()
     node.values, node.own, node.function = two(), node, holder
-    found = take_snapshot(node).make_copy()
+    found = take_snapshot(node).copy_captured_value()
     assert found is not node
     assert found.own is found
     assert found.function is holder
@@ -101,20 +101,20 @@ def test_what_holds_no_tensor_is_kept_as_it_is() -> None:
     settings.numbers = [1]
     parameter = next(module.parameters())
     for value in (lock, module, generator, settings, parameter, None, 3, "text", torch.float32):
-        assert take_snapshot(value).make_copy() is value
+        assert take_snapshot(value).copy_captured_value() is value
 
 
 def test_by_reference_nothing_is_copied() -> None:
     tensor = two()
-    assert take_snapshot([ByReference(tensor)]).make_copy()[0] is tensor
+    assert take_snapshot([ByReference(tensor)]).copy_captured_value()[0] is tensor
 
 
 def test_gradients_are_grafted_on_tensors_that_had_some_and_on_no_others() -> None:
     weights = torch.ones(2, requires_grad=True)
     kept = take_snapshot({"with": weights * 2, "without": two()})
-    plain = kept.make_copy()
+    plain = kept.copy_captured_value()
     assert not plain["with"].requires_grad
-    grafted = kept.make_copy(lambda tensor: tensor * weights)
+    grafted = kept.copy_captured_value(lambda tensor: tensor * weights)
     assert grafted["with"].requires_grad
     assert not grafted["without"].requires_grad
 
@@ -122,5 +122,5 @@ def test_gradients_are_grafted_on_tensors_that_had_some_and_on_no_others() -> No
 def test_tensors_of_inference_mode_are_copied_each_time() -> None:
     with torch.inference_mode():
         kept = take_snapshot(two())
-        kept.make_copy().add_(1)
-        assert kept.make_copy().tolist() == [1.0, 2.0]
+        kept.copy_captured_value().add_(1)
+        assert kept.copy_captured_value().tolist() == [1.0, 2.0]

@@ -324,7 +324,7 @@ def test_calls_that_do_not_fit_the_state_of_the_period_are_refused() -> None:
         with pytest.raises(PlanError, match=r"no period is open; call begin\(data_iter\) first"):
             pipeline.run_until("step")
         pipeline.begin_period(data)
-        with pytest.raises(PlanError, match=r"period of iteration 0 is open; call finish\(\)"):
+        with pytest.raises(PlanError, match=r"period of iteration 0 is open; call finish_period\(\)"):
             pipeline.progress(data)
         assert pipeline.finish_period().iter_idx == 0
         assert pipeline.progress(data).iter_idx == 1

@@ -64,8 +64,8 @@ def test_the_length_follows_the_dimension_of_the_rows() -> None:
     assert torch.equal(padded[..., :3], micro_batch["position_ids"])
     assert not padded[..., 3:].any()
     assert (
-        keys.rows_and_length(micro_batch)
-        == keys.rows_and_length({"position_ids": micro_batch["position_ids"]})
+        keys.get_microbatch_rows_and_length(micro_batch)
+        == keys.get_microbatch_rows_and_length({"position_ids": micro_batch["position_ids"]})
         == (2, 3)
     )
 

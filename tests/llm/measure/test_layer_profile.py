@@ -13,13 +13,13 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 
 from lightning_pipe.engine import SetupError
 from lightning_pipe.llm.measure.layer_bench import ModelPieceResults
-from lightning_pipe.llm.measure.layer_costs import measure_costs
+from lightning_pipe.llm.measure.layer_costs import measure_layer_costs
 from lightning_pipe.llm.measure.layer_profile import Footprint, LayerWork, measure_footprints, measure_layer_times
 from lightning_pipe.llm.measure.live_bytes import LiveBytes
 from lightning_pipe.llm.model.activation_checkpoint import apply_activation_checkpoint
 from lightning_pipe.llm.model.meta_tensors import parameters_on_meta
 from lightning_pipe.llm.model.module_config import PPModuleConfig
-from lightning_pipe.llm.model.stage_module import StageModule, make_stage, shallow_copy
+from lightning_pipe.llm.model.stage_module import StageModule, copy_model_sharing_tensors, make_stage_module
 from tests.distributed import run_ranks
 
 WIDTH, VOCABULARY, ROWS, LENGTH = 8, 11, 2, 5
@@ -217,7 +217,7 @@ class Measured:
     """A real stage of one layer, and what a real micro-batch leaves."""
 
     def __init__(self, mode: Literal["full", "selective"] | None) -> None:
-        self.stage = make_stage(shallow_copy(Plain()), CONFIG, ["layers.0"], 1, 3).train()
+        self.stage = make_stage_module(copy_model_sharing_tensors(Plain()), CONFIG, ["layers.0"], 1, 3).train()
         if mode is not None:
             apply_activation_checkpoint(self.stage, CONFIG.layer_fqns, mode)
         for one in self.stage.parameters():
@@ -292,7 +292,7 @@ def test_a_model_that_asks_for_values_gets_some() -> None:
     assert found.output.after_forward > 0
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert (
-        measure_costs(model, CONFIG, (ids(),), {}, loss_of_chosen, unit="memory").layers[0]
+        measure_layer_costs(model, CONFIG, (ids(),), {}, loss_of_chosen, unit="memory").layers[0]
         > found.layers[0].after_forward
     )
     with pytest.raises(Exception, match="nonzero"):
@@ -303,7 +303,7 @@ def test_a_model_that_asks_for_values_gets_some() -> None:
 
 
 def costs(model: nn.Module, **options: Any) -> ModelPieceResults[float]:
-    return measure_costs(model, CONFIG, (ids(),), {}, loss_of, clock=CLOCK, **options)
+    return measure_layer_costs(model, CONFIG, (ids(),), {}, loss_of, clock=CLOCK, **options)
 
 
 def test_time_is_of_forward_and_backward_without_what_every_stage_takes() -> None:
@@ -341,7 +341,7 @@ def two_ranks(rank: int, world: int) -> tuple[ModelPieceResults[float], str]:
         model.layers.append(Slow())  # what the other ranks would measure does not matter
     found = costs(model, group=dist.group.WORLD)
     with pytest.raises(SetupError) as caught:
-        measure_costs(Timed(), CONFIG, (ids(),), {}, fails, group=dist.group.WORLD)
+        measure_layer_costs(Timed(), CONFIG, (ids(),), {}, fails, group=dist.group.WORLD)
     return found, str(caught.value)
 
 

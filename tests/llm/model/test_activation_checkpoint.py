@@ -24,7 +24,7 @@ from lightning_pipe.llm.model.activation_checkpoint import (
     _decide_save_or_recompute,
     apply_activation_checkpoint,
 )
-from lightning_pipe.llm.model.stage_module import StageModule, make_stage, shallow_copy
+from lightning_pipe.llm.model.stage_module import StageModule, copy_model_sharing_tensors, make_stage_module
 from tests.distributed import run_ranks
 from tests.llm.stage_cases import (
     CONFIG,
@@ -88,7 +88,7 @@ def test_only_layers_whose_index_is_a_multiple_are_computed_again(mode: Any) -> 
 
 
 def test_which_layers_are_computed_again_does_not_depend_on_the_split() -> None:
-    last = make_stage(make_model(), CONFIG, ["layers.1", "layers.2", "layers.3", "head"], 1, 2)
+    last = make_stage_module(make_model(), CONFIG, ["layers.1", "layers.2", "layers.3", "head"], 1, 2)
     apply_activation_checkpoint(last, CONFIG.layer_fqns, "full", every_n_layers=3)
     hidden = torch.rand(2, 3, 8, requires_grad=True)
     last(hidden, factor=torch.rand(3)).sum().backward()
@@ -104,7 +104,7 @@ def test_a_copy_of_a_layer_computes_with_its_own_parameters() -> None:
     for parameter in plain.parameters():
         parameter.data.mul_(0.5)
     assert not unequal(run(copied), run(plain))
-    shared = shallow_copy(stage)
+    shared = copy_model_sharing_tensors(stage)
     assert isinstance(shared, StageModule)
     run(shared)
     assert [layer.forwards for layer in layers_of(shared)] == [2, 2, 2, 2]

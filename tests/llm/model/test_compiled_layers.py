@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_pipe.llm.model.activation_checkpoint import apply_activation_checkpoint
 from lightning_pipe.llm.model.compiled_layers import compile_layers, disable_donated_buffers
-from lightning_pipe.llm.model.stage_module import StageModule, make_stage
+from lightning_pipe.llm.model.stage_module import StageModule, make_stage_module
 from tests.distributed import run_ranks
 from tests.llm.stage_cases import CONFIG, inputs, loss_of, make_model, train_stages, unequal, whole_stage
 from tests.tiers import sampled, wanted
@@ -50,7 +50,7 @@ def test_names_and_layers_are_those_without() -> None:
 
 
 def test_only_layers_that_the_stage_has_are_compiled_and_they_share_their_graphs() -> None:
-    stage = make_stage(make_model(), CONFIG, ["embedding", "layers.0", "layers.1"], 0, 2)
+    stage = make_stage_module(make_model(), CONFIG, ["embedding", "layers.0", "layers.1"], 0, 2)
     counter = CompileCounterWithBackend("aot_eager")
     compile_layers(stage, CONFIG.layer_fqns, backend=counter)
     stage(*inputs()[0].args, **inputs()[0].kwargs)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.llm.model.derived_config import (
     derive_pp_module_config,
-    refine_config_by_trial,
+    refine_module_config_by_trial_run,
     returns_head_results,
 )
 from lightning_pipe.llm.model.meta_tensors import parameters_on_meta
@@ -196,11 +196,11 @@ def test_a_config_of_a_users_own_is_tried_too() -> None:
     given = PPModuleConfig(
         3, "model.layers", ("model.embed", "model.norm", "model.positions", "model.tower"), ("lm_head",)
     )
-    config = refine_config_by_trial(CausalLM(), given)
+    config = refine_module_config_by_trial_run(CausalLM(), given)
     assert config.input_fqns == ("model.embed", "model.positions", "model.tower")
     assert config.output_fqns == ("model.norm", "lm_head")
-    assert refine_config_by_trial(CausalLM(), config) is config
-    assert refine_config_by_trial(nn.Sequential(), given) is given
+    assert refine_module_config_by_trial_run(CausalLM(), config) is config
+    assert refine_module_config_by_trial_run(nn.Sequential(), given) is given
 
 
 def test_a_trial_takes_no_memory_and_no_random_numbers_and_changes_nothing() -> None:

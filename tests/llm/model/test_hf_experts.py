@@ -16,8 +16,8 @@ from lightning_pipe.llm.model.derived_config import derive_pp_module_config
 from lightning_pipe.llm.model.hf_experts import make_experts_pass_through, register_router_loss_hooks
 from lightning_pipe.llm.model.meta_tensors import fake_copy
 from lightning_pipe.llm.model.shapes import StageShapes
-from lightning_pipe.llm.model.stage_module import make_stage, shallow_copy
-from lightning_pipe.llm.split.stage_fqns import split_evenly
+from lightning_pipe.llm.model.stage_module import copy_model_sharing_tensors, make_stage_module
+from lightning_pipe.llm.split.stage_fqns import split_layers_evenly
 from tests.rounding import Reference
 
 KINDS: list[type[PretrainedConfig]] = [MixtralConfig, Qwen3MoeConfig, OlmoeConfig]
@@ -106,8 +106,8 @@ def test_shapes_of_stages_with_experts_are_found_without_data(kind: type[Pretrai
     make_experts_pass_through(fake)
     config = derive_pp_module_config(fake)
     stages = [
-        make_stage(shallow_copy(fake), config, names, index, 2).eval()
-        for index, names in enumerate(split_evenly(config, 2))
+        make_stage_module(copy_model_sharing_tensors(fake), config, names, index, 2).eval()
+        for index, names in enumerate(split_layers_evenly(config, 2))
     ]
     first, last = StageShapes(stages, mode).infer((torch.zeros(2, 5, dtype=torch.long),), {})
     assert first.outputs[0].shape == last.inputs[0].shape == (2, 5, 8)

@@ -26,12 +26,12 @@ from lightning_pipe.llm.model.hf_weights import (
     PretrainedWeights,
     build_uninitialized_causal_lm,
     deferred_weight_loading,
-    load_into,
+    load_pretrained_weights,
     pretrained_causal_lm,
 )
 from lightning_pipe.llm.model.module_config import is_inside
 from lightning_pipe.llm.model.stage_module import named_parameters_and_buffers
-from lightning_pipe.llm.split.stage_fqns import split_evenly
+from lightning_pipe.llm.split.stage_fqns import split_layers_evenly
 from lightning_pipe.strategies.language_model.hf_causal_lm import HFCausalLM
 from lightning_pipe.strategies.language_model.pretrained_export import export_pretrained
 from lightning_pipe.strategies.language_model.stage_checkpoint import save_stage_checkpoint
@@ -73,8 +73,8 @@ def part_of(folder: Path, rank: int, ranks: int = 2) -> dict[str, Tensor]:
     for parameter in model.parameters():
         parameter.detach().fill_(torch.nan)
     config = derive_pp_module_config(model)
-    mine = {*split_evenly(config, ranks)[rank], *config.always_keep_fqns}
-    load_into(model, weights, lambda name: is_inside(name, mine))
+    mine = {*split_layers_evenly(config, ranks)[rank], *config.always_keep_fqns}
+    load_pretrained_weights(model, weights, lambda name: is_inside(name, mine))
     assert all(parameter.requires_grad for parameter in model.parameters())
     found = tensors_of(model)
     assert {name for name in found if is_inside(name, mine)} <= {n for n, one in found.items() if not one.isnan().any()}
@@ -169,7 +169,7 @@ def test_a_model_of_ones_own_is_read_by_its_own_names(tmp_path: Path) -> None:
     computed = torch.ones(3)
     model.register_buffer("computed", computed, persistent=False)  # some files hold what is no part of the state
     save_file({**original.state_dict(), "computed": torch.zeros(3)}, tmp_path / SINGLE)
-    load_into(model, PretrainedWeights(tmp_path))
+    load_pretrained_weights(model, PretrainedWeights(tmp_path))
     assert_same(model.state_dict(), original.state_dict())
     assert torch.equal(computed, torch.ones(3))
 
@@ -385,7 +385,7 @@ def test_a_model_on_the_meta_device_is_refused(tmp_path: Path) -> None:
     with torch.device("meta"):
         model = build_uninitialized_causal_lm(weights.config(), "sdpa")
     with pytest.raises(SetupError, match="was built on the meta device"):
-        load_into(model, weights)
+        load_pretrained_weights(model, weights)
 
 
 # ---------------------------------------------------------------------- folders
@@ -485,7 +485,7 @@ def test_a_file_that_is_lost_after_it_was_opened_is_named(tmp_path: Path) -> Non
     model = build_uninitialized_causal_lm(weights.config(), "sdpa")
     (tmp_path / SINGLE).unlink()
     with pytest.raises(SetupError, match=rf"{SINGLE}' cannot be read: No such file"):
-        load_into(model, weights)
+        load_pretrained_weights(model, weights)
 
 
 # ---------------------------------------------------------------------- and back

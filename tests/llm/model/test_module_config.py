@@ -115,8 +115,10 @@ def test_layers_may_be_in_a_dictionary_and_beside_other_modules() -> None:
             self.first = nn.Linear(2, 2)
             self.blocks = nn.ModuleDict({str(index): nn.Linear(2, 2) for index in range(2)})
 
-    PPModuleConfig(2, "blocks", ("first",)).check(Blocks())
-    PPModuleConfig(2, "", ("first",)).check(nn.ModuleDict({name: nn.Linear(2, 2) for name in ("first", "0", "1")}))
+    PPModuleConfig(2, "blocks", ("first",)).check_against_model(Blocks())
+    PPModuleConfig(2, "", ("first",)).check_against_model(
+        nn.ModuleDict({name: nn.Linear(2, 2) for name in ("first", "0", "1")})
+    )
 
 
 def test_the_layers_of_a_sequential_are_its_children() -> None:

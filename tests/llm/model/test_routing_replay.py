@@ -27,7 +27,7 @@ from lightning_pipe.llm.model.routing_replay import (
     find_moe_blocks,
     install_moe_block_tracking,
 )
-from lightning_pipe.llm.model.stage_module import make_stage
+from lightning_pipe.llm.model.stage_module import make_stage_module
 from lightning_pipe.llm.parallel.apply_parallel import StageParallelism
 from lightning_pipe.strategies.language_model.hf_causal_lm import HFCausalLM
 from tests.distributed import run_ranks
@@ -61,7 +61,7 @@ def test_recorded_choices_are_replayed_by_a_router_that_has_changed(family: str)
     plain = model(input_ids=ids, use_cache=False).logits
     recorded = RoutingReplay()
     assert torch.equal(logits(recorded), plain)
-    layers = recorded.recorded
+    layers = recorded.recorded_choices
     assert layers
     assert all(one.shape == (*ids.shape, one.shape[-1]) for one in layers.values())
     with torch.no_grad():
@@ -69,7 +69,7 @@ def test_recorded_choices_are_replayed_by_a_router_that_has_changed(family: str)
             router.copy_(router.flip(0))
     other = RoutingReplay()
     natural = logits(other)
-    assert any(not torch.equal(one, layers[index]) for index, one in other.recorded.items())
+    assert any(not torch.equal(one, layers[index]) for index, one in other.recorded_choices.items())
     replayed = logits(recorded)
     assert not torch.equal(replayed, natural)
     # The same choices, given as an inference engine gives them: for all layers.
@@ -126,7 +126,7 @@ def test_a_recomputed_layer_replays_the_choices_of_its_forward(within: bool) -> 
     router = layer.router = Contrary(6, EXPERTS, bias=False)
     model = nn.Sequential(layer)
     config = PPModuleConfig(1, "")
-    stage = make_stage(model, config, ["0"], 0, 1)
+    stage = make_stage_module(model, config, ["0"], 0, 1)
     StageParallelism(activation_checkpoint=ActivationCheckpoint()).apply(stage, config, {})
     x = torch.randn(3, 6, generator=torch.Generator().manual_seed(2), requires_grad=True)
     replay = RoutingReplay()
@@ -135,7 +135,7 @@ def test_a_recomputed_layer_replays_the_choices_of_its_forward(within: bool) -> 
     output.sum().backward()
     assert router.calls == 2
     used = set(F.linear(x, router.weight).argmax(-1).tolist())
-    assert not within or used == set(replay.recorded[0].flatten().tolist())
+    assert not within or used == set(replay.recorded_choices[0].flatten().tolist())
     assert 0 < len(used) < EXPERTS
     gradient = layer.experts.down.grad
     assert gradient is not None
@@ -178,7 +178,7 @@ def test_a_layer_of_any_mixtures_is_recomputed_to_the_bit(layer: nn.Module, mode
     x = torch.randn(7, 6)
     plain, model = nn.Sequential(deepcopy(layer)), nn.Sequential(deepcopy(layer))
     config = PPModuleConfig(1, "")
-    stage = make_stage(model, config, ["0"], 0, 1)
+    stage = make_stage_module(model, config, ["0"], 0, 1)
     StageParallelism(activation_checkpoint=ActivationCheckpoint(mode)).apply(stage, config, {})
     for whole in (plain, stage):
         with RouterLosses(7):

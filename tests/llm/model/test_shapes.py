@@ -13,7 +13,7 @@ from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.llm.model.meta_tensors import fake_copy
 from lightning_pipe.llm.model.module_config import PPModuleConfig
 from lightning_pipe.llm.model.shapes import StageShapes
-from lightning_pipe.llm.model.stage_module import make_stage, shallow_copy
+from lightning_pipe.llm.model.stage_module import copy_model_sharing_tensors, make_stage_module
 
 WIDTH, VOCABULARY = 6, 11
 
@@ -147,7 +147,11 @@ class TakingKeywords(nn.Module):
 def stages_of(model: nn.Module, config: PPModuleConfig) -> StageShapes:
     fake, mode = fake_copy(model)
     return StageShapes(
-        [make_stage(shallow_copy(fake), config, [config.get_layer_fqn(i)], i, 2) for i in range(2)], mode
+        [
+            make_stage_module(copy_model_sharing_tensors(fake), config, [config.get_layer_fqn(i)], i, 2)
+            for i in range(2)
+        ],
+        mode,
     )
 
 

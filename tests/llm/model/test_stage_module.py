@@ -36,11 +36,11 @@ from lightning_pipe.llm.model.stage_module import (
     PassThroughModule,
     StageModule,
     check_no_ops_outside_modules,
-    make_stage,
-    shallow_copy,
+    copy_model_sharing_tensors,
+    make_stage_module,
     tied_parameters,
 )
-from lightning_pipe.llm.split.stage_fqns import split_evenly
+from lightning_pipe.llm.split.stage_fqns import split_layers_evenly
 
 VOCABULARY, LENGTH, WIDTH = 32, 7, 16
 SMALL: dict[str, Any] = {
@@ -160,8 +160,11 @@ def whole(model: nn.Module, **kwargs: Any) -> tuple[torch.Tensor, dict[str, torc
 
 def stages_of(model: nn.Module, num_stages: int) -> list[StageModule]:
     config = derive_pp_module_config(model)
-    parts = split_evenly(config, num_stages)
-    return [make_stage(shallow_copy(model), config, part, index, num_stages) for index, part in enumerate(parts)]
+    parts = split_layers_evenly(config, num_stages)
+    return [
+        make_stage_module(copy_model_sharing_tensors(model), config, part, index, num_stages)
+        for index, part in enumerate(parts)
+    ]
 
 
 def staged(model: nn.Module, stages: list[StageModule], **kwargs: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -339,7 +342,7 @@ def test_a_stage_that_runs_no_layer_where_hidden_states_leave_or_enter_is_an_err
     held: list[str], index: int, ran: slice, place: str
 ) -> None:
     model = gpt2()
-    stage = make_stage(shallow_copy(model), derive_pp_module_config(model), held, index, 3)
+    stage = make_stage_module(copy_model_sharing_tensors(model), derive_pp_module_config(model), held, index, 3)
     stage.module.transformer.h = stage.module.transformer.h[ran]  # type: ignore[union-attr, index]
     with pytest.raises(SetupError, match=rf"stage {index} of 3 ran no layer {place} its own"):
         stage(torch.rand(2, LENGTH, WIDTH) if index else TOKENS)
@@ -418,7 +421,7 @@ def test_a_shallow_copy_has_modules_of_its_own_over_the_same_tensors() -> None:
     model = llama(tie_word_embeddings=True)
     model.note = torch.ones(1)
     model.register_buffer("table", torch.ones(1))
-    copied = shallow_copy(model)
+    copied = copy_model_sharing_tensors(model)
     assert not {id(module) for module in copied.modules()} & {id(module) for module in model.modules()}
     for kind in ("named_parameters", "named_buffers"):
         tensors = dict(getattr(model, kind)(remove_duplicate=False))

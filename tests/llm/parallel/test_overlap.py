@@ -7,7 +7,11 @@ import threading
 import pytest
 import torch
 
-from lightning_pipe.llm.parallel.overlap import ForwardBackwardOverlap, exclude_other_call_time, yield_to_overlapped
+from lightning_pipe.llm.parallel.overlap import (
+    ForwardBackwardOverlap,
+    exclude_other_call_time,
+    yield_to_overlapped_pass,
+)
 
 CPU = torch.device("cpu")
 
@@ -16,7 +20,7 @@ def noting(done: list[str], name: str, turns: int) -> None:
     for turn in range(turns):
         done.append(f"{name}{turn}")
         if turn < turns - 1:
-            yield_to_overlapped()
+            yield_to_overlapped_pass()
 
 
 @pytest.mark.parametrize(
@@ -40,7 +44,7 @@ def test_turns_pass_inside_a_backward() -> None:
         @staticmethod
         def backward(ctx: object, gradient: torch.Tensor) -> torch.Tensor:
             done.append("before")
-            yield_to_overlapped()
+            yield_to_overlapped_pass()
             done.append("after")
             return 2 * gradient
 
@@ -57,7 +61,7 @@ def test_both_calls_compute_under_the_callers_autocast() -> None:
 
     def multiply() -> None:
         found.append((torch.ones(2, 2) @ torch.ones(2, 2)).dtype)
-        yield_to_overlapped()
+        yield_to_overlapped_pass()
         found.append((torch.ones(2, 2) @ torch.ones(2, 2)).dtype)
 
     with torch.autocast("cpu", torch.bfloat16):
@@ -72,7 +76,7 @@ def test_the_first_call_draws_the_random_numbers_that_it_draws_alone() -> None:
         drawn = []
         for _ in range(3):
             drawn.append(float(torch.rand(())))
-            yield_to_overlapped()
+            yield_to_overlapped_pass()
         return drawn
 
     def recompute() -> None:
@@ -80,7 +84,7 @@ def test_the_first_call_draws_the_random_numbers_that_it_draws_alone() -> None:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(1)
             again.extend([float(torch.rand(()))])
-            yield_to_overlapped()
+            yield_to_overlapped_pass()
             again.extend([float(torch.rand(()))])
 
     torch.manual_seed(1)
@@ -107,7 +111,7 @@ def test_an_error_of_one_call_stops_the_other(failing: str, turn: int) -> None:
     def endless() -> None:
         try:
             while True:
-                yield_to_overlapped()
+                yield_to_overlapped_pass()
         finally:
             done.append("stopped")
 
@@ -117,7 +121,7 @@ def test_an_error_of_one_call_stops_the_other(failing: str, turn: int) -> None:
     started = failing == "second" or turn > 0
     assert ("stopped" in done) == started
     assert not [one for one in threading.enumerate() if one.name == "overlapped backward"]
-    yield_to_overlapped()
+    yield_to_overlapped_pass()
 
 
 def test_spans_leave_out_the_turns_of_the_other_call() -> None:
@@ -126,7 +130,7 @@ def test_spans_leave_out_the_turns_of_the_other_call() -> None:
 
     def call() -> None:
         start = float(next(now))
-        yield_to_overlapped()
+        yield_to_overlapped_pass()
         spans.append(exclude_other_call_time(start, float(next(now))))
 
     ForwardBackwardOverlap(CPU, lambda: float(next(now))).run(call, call)

@@ -22,14 +22,14 @@ from lightning_pipe.llm.model.derived_config import derive_pp_module_config
 from lightning_pipe.llm.model.hf_experts import make_experts_pass_through
 from lightning_pipe.llm.model.meta_tensors import fake_copy
 from lightning_pipe.llm.model.shapes import StageShapes
-from lightning_pipe.llm.model.stage_module import StageModule, make_stage, shallow_copy
+from lightning_pipe.llm.model.stage_module import StageModule, copy_model_sharing_tensors, make_stage_module
 from lightning_pipe.llm.parallel.data_parallel import apply_data_parallel
 from lightning_pipe.llm.parallel.gradients import GradientNorm
 from lightning_pipe.llm.parallel.tensor_parallel import TensorParallelGradients, apply_tensor_parallel
 from lightning_pipe.llm.parallel.tensor_plan import TensorPlan, derive_tensor_plan
 from lightning_pipe.llm.run.schedule_runner import ScheduleRunner, StageInputs
-from lightning_pipe.llm.schedules.specs import count_stages_per_rank, find_schedule, stages_of_rank
-from lightning_pipe.llm.split.stage_fqns import split_evenly
+from lightning_pipe.llm.schedules.specs import count_stages_per_rank, resolve_schedule_spec, stages_of_rank
+from lightning_pipe.llm.split.stage_fqns import split_layers_evenly
 from lightning_pipe.strategies.language_model.hf_causal_lm import HFCausalLM
 from tests.distributed import run_ranks
 from tests.rounding import Reference
@@ -179,17 +179,23 @@ class Trainee:
         self.module = build(case.model)
         model = model_of(self.module)
         config = derive_pp_module_config(model)
-        spec = find_schedule(case.schedule)
+        spec = resolve_schedule_spec(case.schedule)
         size, rank = self.mesh["pipeline"].size(), self.mesh["pipeline"].get_local_rank()
         count = size * count_stages_per_rank(spec, size)
-        fqns = split_evenly(config, count)
+        fqns = split_layers_evenly(config, count)
         fake, mode = fake_copy(model)
         make_experts_pass_through(fake)
         plan = plan or derive_tensor_plan(fake, config)
-        shapes = [make_stage(shallow_copy(fake), config, names, index, count) for index, names in enumerate(fqns)]
+        shapes = [
+            make_stage_module(copy_model_sharing_tensors(fake), config, names, index, count)
+            for index, names in enumerate(fqns)
+        ]
         self.names = [name for name, _ in model.named_parameters()]
         mine = stages_of_rank(spec, rank, size)
-        self.stages = {index: make_stage(shallow_copy(model), config, fqns[index], index, count) for index in mine}
+        self.stages = {
+            index: make_stage_module(copy_model_sharing_tensors(model), config, fqns[index], index, count)
+            for index in mine
+        }
         for stage in self.stages.values():
             apply_tensor_parallel(stage, config, self.mesh["tensor"], plan)
             for name in {"shard", "replicate"} & case.mesh.keys():

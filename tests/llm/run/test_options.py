@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 
 from lightning_pipe.engine import SetupError
-from lightning_pipe.llm.run.options import option_pairs
+from lightning_pipe.llm.run.options import flatten_option_fields
 from lightning_pipe.strategies.language_model.strategy import LLMPipelineStrategy
 
 
 def test_ranks_compare_each_field_by_its_name() -> None:
     def pairs(**options: Any) -> dict[str, str]:
-        return dict(option_pairs("", LLMPipelineStrategy(**options)._options))
+        return dict(flatten_option_fields("", LLMPipelineStrategy(**options)._options))
 
     given, other = pairs(parallel={"tp": 2}, schedule="gpipe"), pairs(split={"balance": "time"})
     differing = {name: (given[name], other[name]) for name in given if given[name] != other[name]}

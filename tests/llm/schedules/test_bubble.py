@@ -7,8 +7,14 @@ from collections.abc import Mapping
 import pytest
 
 from lightning_pipe.engine.observe.timeline import Bar, microbatch_bar
-from lightning_pipe.llm.schedules.bubble import RankTimes, StepBubble, measure_bubble, summarize_bubble, textbook_bubble
-from lightning_pipe.llm.schedules.simulation import Kind, ScheduleTimeline, list_compute_actions, simulate
+from lightning_pipe.llm.schedules.bubble import (
+    RankTimes,
+    StepBubble,
+    build_bubble_report,
+    compute_step_bubble,
+    textbook_bubble,
+)
+from lightning_pipe.llm.schedules.simulation import Kind, ScheduleTimeline, list_compute_actions, simulate_schedule
 from lightning_pipe.llm.schedules.specs import SCHEDULES
 
 MS = 1e-3
@@ -44,8 +50,8 @@ def events_of(timeline: ScheduleTimeline) -> list[list[Bar]]:
 def test_ranks_that_keep_to_a_timeline_have_its_bubble_whatever_their_clocks_say(name: str, pp_size: int) -> None:
     actions = list_compute_actions(SCHEDULES[name], pp_size, 8)
     stages = {action.stage_index for row in actions.values() for action in row}
-    timeline = simulate(actions, durations_of(len(stages)))
-    step = measure_bubble(events_of(timeline), actions)
+    timeline = simulate_schedule(actions, durations_of(len(stages)))
+    step = compute_step_bubble(events_of(timeline), actions)
     assert step.measured == pytest.approx(timeline.bubble_fraction)
     assert step.step == pytest.approx(timeline.makespan / 1e3)
     assert step.simulated == pytest.approx(step.measured)
@@ -53,7 +59,7 @@ def test_ranks_that_keep_to_a_timeline_have_its_bubble_whatever_their_clocks_say
     for rank, times in enumerate(step.ranks):
         assert times.busy == pytest.approx(timeline.busy(rank) / 1e3)
         assert times.overhead == pytest.approx(0.0, abs=1e-9)
-        assert times.step == pytest.approx(step.step)
+        assert times.step_duration == pytest.approx(step.step)
 
 
 def test_each_part_of_a_ranks_time_is_found_under_its_name() -> None:
@@ -68,7 +74,7 @@ def test_each_part_of_a_ranks_time_is_found_under_its_name() -> None:
         event("weight_backward", 119, 124),
     ]
     longest = [microbatch_bar(0, "forward", 0, 0, 30 * MS)]
-    step = measure_bubble([longest, rank], {})
+    step = compute_step_bubble([longest, rank], {})
     assert step.ranks[0] == RankTimes(0.03, 0.0, 0.0, overhead=0.0, wait_end=0.0)
     expected = RankTimes(busy=0.012, wait_forward=0.007, wait_backward=0.002, overhead=0.003, wait_end=0.006)
     assert step.ranks[1] == pytest.approx(expected)
@@ -87,9 +93,9 @@ def test_a_summary_holds_the_median_of_each_number_over_the_steps() -> None:
     def step(scale: float, simulated: float | None) -> StepBubble:
         return StepBubble((RankTimes(scale, 2, 3, 4, 5), RankTimes(6, 7, 8, 9, scale)), scale, 10, simulated, simulated)
 
-    report = summarize_bubble(SCHEDULES["1f1b"], 4, [step(1, 0.1), step(30, 0.3), step(2, 0.2)])
+    report = build_bubble_report(SCHEDULES["1f1b"], 4, [step(1, 0.1), step(30, 0.3), step(2, 0.2)])
     assert (report.schedule, report.num_microbatches, report.steps) == ("1f1b", 4, 3)
     assert report.medians == StepBubble((RankTimes(2, 2, 3, 4, 5), RankTimes(6, 7, 8, 9, 2)), 2, 10, 0.2, 0.2)
     assert report.textbook == pytest.approx(1 / 5)
-    bare = summarize_bubble(SCHEDULES["dualpipev"], 4, [step(1, None)])
+    bare = build_bubble_report(SCHEDULES["dualpipev"], 4, [step(1, None)])
     assert (bare.medians.simulated, bare.medians.simulated_step, bare.textbook) == (None, None, None)

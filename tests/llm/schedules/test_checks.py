@@ -19,11 +19,11 @@ from lightning_pipe.llm.schedules.checks import (
     check_microbatches,
     check_schedule_sharding,
     choose_supported_schedule,
-    describe_fallback,
+    describe_schedule_fallback,
     splits_backward,
 )
 from lightning_pipe.llm.schedules.simulation import list_compute_actions
-from lightning_pipe.llm.schedules.specs import SCHEDULES, find_schedule
+from lightning_pipe.llm.schedules.specs import SCHEDULES, resolve_schedule_spec
 from tests.llm.schedule_cases import PlacedSchedule, UnbalancedSchedule, VOfMulti
 
 SPLIT = ("interleaved_zero_bubble", "zbv_zero_bubble", "dualpipev")
@@ -118,7 +118,7 @@ def test_what_a_class_of_the_users_own_cannot_do_is_an_error(
     given: type, stages_per_rank: int | None, message: str
 ) -> None:
     with pytest.raises(SetupError, match=message):
-        check_microbatches(find_schedule(given), 4, 2, stages_per_rank)
+        check_microbatches(resolve_schedule_spec(given), 4, 2, stages_per_rank)
 
 
 def write(path: Path, rows: list[list[str]]) -> Path:
@@ -132,20 +132,20 @@ def computing(name: str) -> list[list[str]]:
 
 @pytest.mark.parametrize("name", ["gpipe", "looped_bfs", "zbv_zero_bubble"])
 def test_a_file_that_pytorch_wrote_is_taken(tmp_path: Path, name: str) -> None:
-    spec = find_schedule(write(tmp_path / "own.csv", computing(name)))
+    spec = resolve_schedule_spec(write(tmp_path / "own.csv", computing(name)))
     assert spec.placement == SCHEDULES[name].placement
     check_microbatches(spec, 4, 2)
     with pytest.raises(SetupError, match=r"num_microbatches is 8; the schedule in .* is for 4. Use 4"):
         check_microbatches(spec, 8, 2)
     other = {"single": "gpipe", "loop": "looped_bfs", "v": "zbv_zero_bubble"}[spec.placement]
     assert choose_supported_schedule(spec, 8, 2).name == other
-    assert f"run under {other}" in describe_fallback(spec, 8, 2)
+    assert f"run under {other}" in describe_schedule_fallback(spec, 8, 2)
 
 
 def test_a_file_in_which_ranks_wait_for_each_other_is_refused(tmp_path: Path) -> None:
     rows = [["0F0", "0B0", "0F1", "0B1"], ["1F0", "1F1", "1B0", "1B1"]]
     with pytest.raises(SetupError, match="Malformed compute schedule"):
-        check_microbatches(find_schedule(write(tmp_path / "own.csv", rows)), 2, 2)
+        check_microbatches(resolve_schedule_spec(write(tmp_path / "own.csv", rows)), 2, 2)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -167,18 +167,18 @@ def test_resharding_after_forward_is_refused_with_backwards_in_two_parts(name: s
 
 
 def test_resharding_is_refused_with_the_users_classes_and_files_too_where_they_split(tmp_path: Path) -> None:
-    split = find_schedule(write(tmp_path / "split.csv", computing("zbv_zero_bubble")))
-    whole = find_schedule(write(tmp_path / "whole.csv", computing("looped_bfs")))
-    for spec in (split, find_schedule(OwnZeroBubble)):
+    split = resolve_schedule_spec(write(tmp_path / "split.csv", computing("zbv_zero_bubble")))
+    whole = resolve_schedule_spec(write(tmp_path / "whole.csv", computing("looped_bfs")))
+    for spec in (split, resolve_schedule_spec(OwnZeroBubble)):
         with pytest.raises(SetupError, match="set reshard_after_forward to false"):
             check_schedule_sharding(spec, "fsdp", reshard_after_forward=True)
     check_schedule_sharding(whole, "fsdp", reshard_after_forward=True)
     with pytest.raises(SetupError, match="lists no actions, so it may run"):
-        check_schedule_sharding(find_schedule(Refuses), "fsdp", reshard_after_forward=True)
+        check_schedule_sharding(resolve_schedule_spec(Refuses), "fsdp", reshard_after_forward=True)
 
 
 def test_schedules_that_never_reduce_gradients_are_refused_where_stages_are_shared() -> None:
-    spec = find_schedule(ListsNothing)
+    spec = resolve_schedule_spec(ListsNothing)
     check_schedule_sharding(spec, None, reshard_after_forward=False)
     with pytest.raises(SetupError, match="Derive it from _PipelineScheduleRuntime"):
         check_schedule_sharding(spec, "replicate", reshard_after_forward=False)

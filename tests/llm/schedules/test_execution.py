@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from lightning_pipe.engine import SetupError
 from lightning_pipe.llm.schedules.checks import check_microbatches
 from lightning_pipe.llm.schedules.execution import (
-    build_evaluation,
+    build_evaluation_schedule,
     build_schedule,
     check_shared_for_split_backward,
     run_schedule,
 )
 from lightning_pipe.llm.schedules.simulation import list_compute_actions
-from lightning_pipe.llm.schedules.specs import SCHEDULES, ScheduleSpec, count_stages_per_rank, find_schedule
+from lightning_pipe.llm.schedules.specs import SCHEDULES, ScheduleSpec, count_stages_per_rank, resolve_schedule_spec
 from tests.distributed import run_ranks
 from tests.llm.schedule_cases import (
     WIDTH,
@@ -115,7 +115,7 @@ def evaluate(rank: int, spec: ScheduleSpec, m: int) -> Case:
         alive.extend(references((output,)))
         return (loss_of(output, target),)
 
-    schedule = build_evaluation(spec, stages, m, result_of)
+    schedule = build_evaluation_schedule(spec, stages, m, result_of)
     case = Case(has_last=stages[-1].is_last)
     found: list[Any] = []
     run_schedule(schedule, *make_batch(m), losses=found)
@@ -123,7 +123,9 @@ def evaluate(rank: int, spec: ScheduleSpec, m: int) -> Case:
     # As Lightning does it: under inference mode, where FSDP's buffers must not be made.
     with torch.inference_mode():
         given: list[Any] = []
-        run_schedule(build_evaluation(spec, stages, m, lambda output, target: output), *make_batch(m), losses=given)
+        run_schedule(
+            build_evaluation_schedule(spec, stages, m, lambda output, target: output), *make_batch(m), losses=given
+        )
     case.outputs.append(same(given, outputs) if given else given)
     assert not any(one.is_inference() for one in given)
     assert not any(gradients_of(piece) for piece in pieces)
@@ -150,10 +152,10 @@ def run_all(rank: int, world_size: int, folder: str) -> dict[Any, Case]:
     own = Path(folder) / str(rank)
     own.mkdir()
     for name, path in write_files(own).items():
-        cases["train", name, 4] = train(rank, find_schedule(path), 4)
-        cases["evaluate", name, 3] = evaluate(rank, find_schedule(path), 3)
-    cases["train", "a class of the user's", 4] = train(rank, find_schedule(OwnSchedule), 4)
-    placed = find_schedule(PlacedSchedule)
+        cases["train", name, 4] = train(rank, resolve_schedule_spec(path), 4)
+        cases["evaluate", name, 3] = evaluate(rank, resolve_schedule_spec(path), 3)
+    cases["train", "a class of the user's", 4] = train(rank, resolve_schedule_spec(OwnSchedule), 4)
+    placed = resolve_schedule_spec(PlacedSchedule)
     cases["train", "a class in a V", 4], cases["evaluate", "a class in a V", 3] = (
         train(rank, placed, 4),
         evaluate(rank, placed, 3),

@@ -9,7 +9,7 @@ import pytest
 from torch.distributed.pipelining.schedules import _Action
 
 from lightning_pipe.engine import SetupError
-from lightning_pipe.llm.schedules.simulation import Kind, ScheduleTimeline, list_compute_actions, simulate
+from lightning_pipe.llm.schedules.simulation import Kind, ScheduleTimeline, list_compute_actions, simulate_schedule
 from lightning_pipe.llm.schedules.specs import SCHEDULES
 from tests.llm.schedule_cases import backward_order, stage_of
 
@@ -22,7 +22,7 @@ def timeline_of(
     actions = list_compute_actions(SCHEDULES[name], pp_size, m, stages_per_rank)
     stages = {action.stage_index for row in actions.values() for action in row}
     durations = {(stage, kind): taken for stage in stages for kind, taken in EVEN.items()}
-    return simulate(actions, durations, **options)
+    return simulate_schedule(actions, durations, **options)
 
 
 def parse(*rows: str) -> dict[int, list[_Action]]:
@@ -109,7 +109,7 @@ def test_nothing_begins_before_what_it_needs_has_ended(name: str) -> None:
 def test_ranks_that_wait_for_each_other_are_an_error_that_names_them() -> None:
     durations: dict[tuple[int, Kind], float] = {(stage, kind): 1 for stage in (0, 1) for kind in EVEN}
     with pytest.raises(SetupError, match="rank 0 waits with 0B0, rank 1 waits with 1F1"):
-        simulate(parse("0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1"), durations)
+        simulate_schedule(parse("0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1"), durations)
 
 
 def test_what_a_stage_gives_is_on_its_way_for_as_long_as_is_said() -> None:

@@ -21,8 +21,8 @@ from lightning_pipe.llm.schedules.specs import (
     SCHEDULES,
     _PlaceholderStage,
     count_stages_per_rank,
-    find_schedule,
     instantiate_schedule,
+    resolve_schedule_spec,
     stages_of_rank,
 )
 from tests.llm.schedule_cases import PlacedSchedule, UnbalancedSchedule
@@ -55,13 +55,13 @@ def test_a_schedule_is_found_by_our_name_pytorchs_name_and_its_class(name: str) 
         assert get_schedule_class(pytorch_name.removeprefix("Schedule")) is spec.schedule_class
         names += [pytorch_name, pytorch_name.lower(), pytorch_name.removeprefix("Schedule")]
     for given in names:
-        assert find_schedule(given) is spec
-    assert find_schedule(spec.schedule_class) is spec
+        assert resolve_schedule_spec(given) is spec
+    assert resolve_schedule_spec(spec.schedule_class) is spec
 
 
 def test_an_unknown_name_is_refused_with_the_names_there_are() -> None:
     with pytest.raises(SetupError, match="'2f2b'; expected one of gpipe, 1f1b, ") as caught:
-        find_schedule("2f2b")
+        resolve_schedule_spec("2f2b")
     assert all(name in str(caught.value) for name in SCHEDULES)
 
 
@@ -70,14 +70,14 @@ def test_an_unknown_name_is_refused_with_the_names_there_are() -> None:
     [(OwnSingle, "single"), (OwnMulti, "loop"), (OwnV, "v"), (PlacedSchedule, "v"), (UnbalancedSchedule, "loop")],
 )
 def test_a_class_of_the_users_own_is_placed_as_it_lists_its_stages(given: type, placement: str) -> None:
-    spec = find_schedule(given)
+    spec = resolve_schedule_spec(given)
     assert (spec.name, spec.schedule_class, spec.placement) == (given.__name__, given, placement)
 
 
 @pytest.mark.parametrize("given", [dict, PipelineScheduleSingle])
 def test_a_class_that_is_no_schedule_is_refused(given: type) -> None:
     with pytest.raises(SetupError, match=f"class {given.__name__}; expected one that derives from"):
-        find_schedule(given)
+        resolve_schedule_spec(given)
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_a_class_that_is_no_schedule_is_refused(given: type) -> None:
 def test_the_placement_of_a_file_is_read_out_of_it(tmp_path: Path, name: str, placement: str) -> None:
     path = write_actions(tmp_path / "own.csv", name, 2, 4)
     for given in (path, str(path)):
-        spec = find_schedule(given)
+        spec = resolve_schedule_spec(given)
         assert (spec.placement, spec.path) == (placement, path)
     assert stages_of_rank(spec, 1, 2) == stages_of_rank(SCHEDULES[name], 1, 2)
 
@@ -110,7 +110,7 @@ def test_a_file_that_is_no_schedule_is_refused(tmp_path: Path, text: str | None,
     if text is not None:
         path.write_text(text)
     with pytest.raises(SetupError, match=message):
-        find_schedule(path)
+        resolve_schedule_spec(path)
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def test_other_numbers_of_stages_a_rank_are_refused(name: str, stages_per_rank: 
 
 
 def test_a_file_is_for_its_own_number_of_ranks_and_stages(tmp_path: Path) -> None:
-    spec = find_schedule(write_actions(tmp_path / "own.csv", "interleaved_1f1b", 2, 4))
+    spec = resolve_schedule_spec(write_actions(tmp_path / "own.csv", "interleaved_1f1b", 2, 4))
     assert count_stages_per_rank(spec, 2) == 2
     with pytest.raises(SetupError, match="is for 2 ranks, and the pipeline has 4"):
         count_stages_per_rank(spec, 4)

@@ -15,7 +15,7 @@ from lightning_pipe.engine.observe.timeline import Bar, microbatch_bar
 from lightning_pipe.llm.schedules.execution import build_schedule, run_schedule
 from lightning_pipe.llm.schedules.simulation import list_compute_actions
 from lightning_pipe.llm.schedules.specs import SCHEDULES, count_stages_per_rank
-from lightning_pipe.llm.schedules.timed_stage import TimedStage, median_durations
+from lightning_pipe.llm.schedules.timed_stage import TimedStage, compute_median_stage_durations
 from tests.distributed import run_ranks
 from tests.llm.schedule_cases import loss_of, make_batch, make_pieces, make_stages, stage_of
 
@@ -139,11 +139,11 @@ def test_durations_are_medians_in_seconds_by_stage_and_kind() -> None:
         for (stage, kind), times in taken.items()
         for index, seconds in enumerate(times)
     ]
-    assert median_durations(events) == pytest.approx({(0, "forward"): 3.0, (1, "backward"): 3.0})
+    assert compute_median_stage_durations(events) == pytest.approx({(0, "forward"): 3.0, (1, "backward"): 3.0})
 
 
 def test_turns_of_the_same_work_are_one_duration() -> None:
     first = microbatch_bar(0, "forward", 1, 0.0, 1.0)
     beside = microbatch_bar(1, "backward", 0, 1.0, 5.0)
     second = microbatch_bar(0, "forward", 1, 5.0, 7.0)._replace(name="forward continued")
-    assert median_durations([first, beside, second]) == {(0, "forward"): 3.0, (1, "backward"): 4.0}
+    assert compute_median_stage_durations([first, beside, second]) == {(0, "forward"): 3.0, (1, "backward"): 4.0}

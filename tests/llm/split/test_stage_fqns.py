@@ -10,7 +10,12 @@ import torch
 
 from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.llm.model.module_config import PPModuleConfig
-from lightning_pipe.llm.split.stage_fqns import split_by_cost, split_by_layer_counts, split_by_ranges, split_evenly
+from lightning_pipe.llm.split.stage_fqns import (
+    split_by_cost,
+    split_by_layer_counts,
+    split_by_layer_ranges,
+    split_layers_evenly,
+)
 
 
 def layers(count: int, inputs: tuple[str, ...] = ("embed",), outputs: tuple[str, ...] = ("head",)) -> PPModuleConfig:
@@ -28,7 +33,7 @@ def test_qwen3_8b_over_two_stages_has_18_layers_on_each() -> None:
     config = PPModuleConfig(
         36, "model.layers", ("model.embed_tokens",), ("model.norm", "lm_head"), ("model.rotary_emb",)
     )
-    first, last = split_evenly(config, 2)
+    first, last = split_layers_evenly(config, 2)
     assert first == ["model.embed_tokens", *(f"model.layers.{index}" for index in range(18))]
     assert last == [*(f"model.layers.{index}" for index in range(18, 36)), "model.norm", "lm_head"]
 
@@ -50,18 +55,18 @@ def test_qwen3_8b_over_two_stages_has_18_layers_on_each() -> None:
 def test_input_and_output_count_as_layers(
     num_layers: int, num_stages: int, weights: tuple[int, int], expected: list[int]
 ) -> None:
-    assert counts(split_evenly(layers(num_layers), num_stages, *weights)) == expected
+    assert counts(split_layers_evenly(layers(num_layers), num_stages, *weights)) == expected
 
 
 def test_a_model_without_input_and_output_modules_has_none_to_count() -> None:
-    assert split_evenly(PPModuleConfig(4, ""), 4) == [["0"], ["1"], ["2"], ["3"]]
-    assert split_evenly(PPModuleConfig(5, ""), 4) == [["0", "1"], ["2"], ["3"], ["4"]]
+    assert split_layers_evenly(PPModuleConfig(4, ""), 4) == [["0"], ["1"], ["2"], ["3"]]
+    assert split_layers_evenly(PPModuleConfig(5, ""), 4) == [["0", "1"], ["2"], ["3"], ["4"]]
 
 
 def test_every_split_holds_each_module_once_and_in_order() -> None:
     config = layers(11)
     for num_stages, weights in product(range(1, 6), product(range(3), repeat=2)):
-        stages = split_evenly(config, num_stages, *weights)
+        stages = split_layers_evenly(config, num_stages, *weights)
         assert [name for stage in stages for name in stage] == list(config.module_fqns)
         assert len(stages) == num_stages
 
@@ -80,7 +85,7 @@ def test_every_split_holds_each_module_once_and_in_order() -> None:
 def test_what_cannot_be_split_evenly_is_refused(arguments: Any, message: str) -> None:
     num_layers, *others = arguments
     with pytest.raises(SetupError) as caught:
-        split_evenly(layers(num_layers), *others)
+        split_layers_evenly(layers(num_layers), *others)
     assert message in str(caught.value)
 
 
@@ -122,7 +127,7 @@ def test_a_stage_without_modules_of_its_own_needs_a_layer(
 
 
 def test_layers_are_dealt_out_by_ranges() -> None:
-    assert split_by_ranges(layers(3), [(0, 2), (2, 3)]) == split_by_layer_counts(layers(3), [2, 1])
+    assert split_by_layer_ranges(layers(3), [(0, 2), (2, 3)]) == split_by_layer_counts(layers(3), [2, 1])
 
 
 @pytest.mark.parametrize(
@@ -140,13 +145,13 @@ def test_layers_are_dealt_out_by_ranges() -> None:
 )
 def test_ranges_that_leave_out_or_repeat_a_layer_are_refused(given: Any) -> None:
     with pytest.raises(SetupError, match=r"split.layer_ranges is .* from 0 to the model's 3 layers"):
-        split_by_ranges(layers(3), given)
+        split_by_layer_ranges(layers(3), given)
 
 
 @pytest.mark.parametrize("given", [[(0, 4), (4, 1), (1, 3)], [(0, 2.0), (2.0, 3)]])
 def test_ranges_that_are_no_counts_are_refused(given: Any) -> None:
     with pytest.raises(SetupError, match="layers_per_stage"):
-        split_by_ranges(layers(3), given)
+        split_by_layer_ranges(layers(3), given)
 
 
 # By cost

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Sequ
 
 from lightning_pipe.loops import PipelineTrainingEpochLoop
 from lightning_pipe.loops.data.random_streams import get_rng_states, pack_rng_states
-from lightning_pipe.loops.data.resumable_loader import draws_no_random_numbers, make_resumable
+from lightning_pipe.loops.data.resumable_loader import loader_leaves_global_rng_unchanged, make_resumable
 from lightning_pipe.loops.data.resume import are_equal
 from lightning_pipe.loops.data.shared_order import (
     build_remaining_batches,
@@ -224,7 +224,7 @@ WITH_WORKERS: dict[str, tuple[bool, Any]] = {
 def test_a_loader_whose_workers_fetch_and_whose_sampler_draws_at_first_draws_nothing_more(which: str) -> None:
     draws_no_more, make = WITH_WORKERS[which]
     made = make_resumable(make())
-    assert draws_no_random_numbers(made) == draws_no_more
+    assert loader_leaves_global_rng_unchanged(made) == draws_no_more
     if draws_no_more:
         batches = iter(made)
         next(batches)

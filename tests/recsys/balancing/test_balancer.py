@@ -130,7 +130,7 @@ def test_balancers_of_different_arguments_are_an_error_on_all_ranks(errors: Resu
 
 
 def alone(balancer: BatchBalancer, batch: Any) -> Any:
-    balancer.open(None, CPU)
+    balancer.attach_to_process_group(None, CPU)
     try:
         return balancer.finish(batch, balancer.start(batch))
     finally:
@@ -151,11 +151,11 @@ def test_one_process_keeps_the_batch_as_it_is_and_still_finds_what_is_wrong() ->
 @pytest.mark.usefixtures("one_rank")
 def test_a_balancer_serves_one_pipeline_at_a_time() -> None:
     balancer = BatchBalancer()
-    balancer.open(dist.group.WORLD, CPU)
+    balancer.attach_to_process_group(dist.group.WORLD, CPU)
     with pytest.raises(SetupError, match="in use by another pipeline"):
-        balancer.open(dist.group.WORLD, CPU)
+        balancer.attach_to_process_group(dist.group.WORLD, CPU)
     balancer.close()
-    balancer.open(dist.group.WORLD, CPU)
+    balancer.attach_to_process_group(dist.group.WORLD, CPU)
     balancer.close()
 
 

@@ -112,7 +112,7 @@ def see(store: RowStore) -> Seen:
         }
         for table in WIDTHS
     }
-    return Seen(store.store_state.committed, store.notes(), rows)
+    return Seen(store.current_state.committed, store.notes(), rows)
 
 
 def train(here: Here, folder: str, versions: int, kill: Kill | None) -> int:
@@ -121,7 +121,7 @@ def train(here: Here, folder: str, versions: int, kill: Kill | None) -> int:
     group = join(here)
     with _killed(here.rank, kill) as counted:
         store = open_store_at_newest_version(lambda: make(Path(folder), here.rank), group)
-        for version in range(store.store_state.committed + 1, versions + 1):
+        for version in range(store.current_state.committed + 1, versions + 1):
             apply(store, version, here.rank)
             commit_on_all_ranks(store, group, {"step": str(version)})
             _note(Path(folder), here.rank, f"committed {version}")
@@ -164,7 +164,7 @@ def train_behind(here: Here, folder: str, versions: int, kill: Kill | None) -> i
         store = open_store_at_newest_version(lambda: make(Path(folder), here.rank), group)
         shared = SharedStore(store)
         pending: Future[None] | None = None
-        for version in range(store.store_state.committed + 1, versions + 1):
+        for version in range(store.current_state.committed + 1, versions + 1):
             caches: Any = _halves(shared, version, here.rank)
             if pending is not None:
                 pending.result()

@@ -27,7 +27,7 @@ class MemoryStore(RowStore):
         self._busy = threading.Lock()
 
     @property
-    def store_state(self) -> StoreState:
+    def current_state(self) -> StoreState:
         return StoreState(0, None)
 
     def write_identity(self, part: RankStoreIdentity) -> None:

@@ -18,7 +18,7 @@ EDGES = np.array([0, -1, 1, 2**63 - 1, -(2**63), 255, 256, -256, 2**40, -(2**40)
 def open_store(folder: Path, version: int | None = None, **options: Any) -> RocksDbStore:
     store = RocksDbStore(folder, {"a": WIDTH, "b": 8}, {"a": {"dimension": 9}}, **options)
     try:
-        store.recover(store.store_state.committed if version is None else version)
+        store.recover(store.current_state.committed if version is None else version)
     except SetupError:
         store.close()
         raise
@@ -30,7 +30,7 @@ def some_records(count: int, seed: int = 0, width: int = WIDTH) -> Records:
 
 
 def commit(store: RocksDbStore, **notes: str) -> None:
-    version = store.store_state.committed + 1
+    version = store.current_state.committed + 1
     store.prepare_commit(version, notes)
     store.commit(version)
 

@@ -251,7 +251,7 @@ def _norms(case: NormCase) -> tuple[list[float], list[str]]:
     differences: list[str] = []
     for batch in case.data(3):
         splits = rewrite.start_input_dist(batch)
-        embeddings = rewrite.lookup(rewrite.wait_inputs(rewrite.wait_splits(splits)))
+        embeddings = rewrite.look_up_embeddings(rewrite.wait_inputs(rewrite.wait_splits(splits)))
         with rewrite.using_looked_up_embeddings(embeddings, batch):
             loss = model.module(batch)
         loss.backward()

@@ -107,7 +107,7 @@ def loss_of_wrong_ids(ids_on_wire: Any, validate: bool, rank: int, used: dict[st
     pipelined_losses(rewrite, model, [first])
     try:
         features = rewrite.wait_inputs(rewrite.wait_splits(rewrite.start_input_dist(wrong)))
-        with torch.no_grad(), rewrite.using_looked_up_embeddings(rewrite.lookup(features), wrong):
+        with torch.no_grad(), rewrite.using_looked_up_embeddings(rewrite.look_up_embeddings(features), wrong):
             return float(model(wrong))
     except InputError as error:
         return str(error)

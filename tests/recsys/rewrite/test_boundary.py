@@ -8,7 +8,7 @@ import pytest
 import torch
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedTensor
 
-from lightning_pipe.recsys.rewrite.boundary import EmbeddingCut, cut_output, cut_tensor
+from lightning_pipe.recsys.rewrite.boundary import EmbeddingCut, cut_autograd_at_output, cut_autograd_at_tensor
 
 
 def source(weight: torch.Tensor) -> torch.Tensor:
@@ -40,7 +40,7 @@ def test_gradients_are_those_of_the_uncut_graph_also_after_changes_in_place(
     (expected,) = torch.autograd.grad(expected_loss, weight)
 
     cuts: list[EmbeddingCut] = []
-    passed_on = cut_tensor(source(weight), cuts)
+    passed_on = cut_autograd_at_tensor(source(weight), cuts)
     loss = use(passed_on)
     loss.backward()
     assert torch.equal(loss, expected_loss)
@@ -53,7 +53,7 @@ def test_gradients_are_those_of_the_uncut_graph_also_after_changes_in_place(
 def test_what_is_handed_on_is_no_leaf_and_no_view_and_shares_memory() -> None:
     weight = torch.ones(2, 2, requires_grad=True)
     origin = source(weight)
-    passed_on = cut_tensor(origin, [])
+    passed_on = cut_autograd_at_tensor(origin, [])
     assert passed_on.requires_grad
     assert not passed_on.is_leaf
     assert not passed_on._is_view()
@@ -63,7 +63,7 @@ def test_what_is_handed_on_is_no_leaf_and_no_view_and_shares_memory() -> None:
 def test_a_change_in_place_of_something_the_lookup_saved_is_an_error_and_not_a_wrong_gradient() -> None:
     weight = torch.ones(2, 2, requires_grad=True)
     cuts: list[EmbeddingCut] = []
-    passed_on = cut_tensor(torch.exp(weight), cuts)  # exp saves its result
+    passed_on = cut_autograd_at_tensor(torch.exp(weight), cuts)  # exp saves its result
     passed_on.add_(1.0)
     passed_on.sum().backward()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -72,7 +72,7 @@ def test_a_change_in_place_of_something_the_lookup_saved_is_an_error_and_not_a_w
 
 def test_an_output_without_use_has_a_gradient_of_zeros() -> None:
     cuts: list[EmbeddingCut] = []
-    cut_tensor(source(torch.ones(2, 2, requires_grad=True)), cuts)
+    cut_autograd_at_tensor(source(torch.ones(2, 2, requires_grad=True)), cuts)
     assert cuts[0].gradient is None
     assert torch.equal(cuts[0].scaled_gradient(7.0), torch.zeros(2, 2))
 
@@ -80,14 +80,14 @@ def test_an_output_without_use_has_a_gradient_of_zeros() -> None:
 def test_outputs_keep_their_structure() -> None:
     cuts: list[EmbeddingCut] = []
     weight = torch.arange(8.0).view(2, 4).requires_grad_()
-    keyed = cut_output(KeyedTensor(["a", "b"], [1, 3], source(weight)), cuts)
+    keyed = cut_autograd_at_output(KeyedTensor(["a", "b"], [1, 3], source(weight)), cuts)
     assert isinstance(keyed, KeyedTensor)
     assert torch.equal(keyed["b"], (weight * 2)[:, 1:])
     lengths = torch.tensor([1, 0, 1])
-    jagged = cut_output({"a": JaggedTensor(source(weight), lengths=lengths)}, cuts)["a"]
+    jagged = cut_autograd_at_output({"a": JaggedTensor(source(weight), lengths=lengths)}, cuts)["a"]
     assert isinstance(jagged, JaggedTensor)
     assert jagged.lengths() is lengths
-    pair = cut_output((source(weight), None), cuts)
+    pair = cut_autograd_at_output((source(weight), None), cuts)
     assert pair[1] is None
     assert [cut.name for cut in cuts] == ["", "a", ""]
     assert all(tensor.requires_grad for tensor in (keyed.values(), jagged.values(), pair[0]))

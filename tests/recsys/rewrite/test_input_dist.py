@@ -177,7 +177,7 @@ def fused(rank: int, world: int) -> dict[str, Any]:
             model(data[0])  # on the modules' own group, while another batch's input dist is in flight
         worker.join()
         counts["evaluation on the input group"], sent = any(on_input for _, on_input in sent), []
-        embeddings = rewrite.lookup(found[0])
+        embeddings = rewrite.look_up_embeddings(found[0])
         counts["lookup on the input group"] = any(on_input for _, on_input in sent)
     with rewrite.using_looked_up_embeddings(embeddings, data[1]):
         loss = model(data[1])
@@ -296,7 +296,7 @@ class Named:
     """What is asked of a sharded module."""
 
     name: str
-    features: list[str]
+    feature_names: list[str]
 
 
 def test_a_copy_takes_sums_of_lengths_along_that_the_loaders_batch_does_not_keep() -> None:

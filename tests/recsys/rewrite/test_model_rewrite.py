@@ -224,11 +224,13 @@ def evaluation(used: dict[str, Any]) -> dict[str, bool]:
         plainly = float(model(data[0]))
     with torch.inference_mode():
         inferred = float(model(data[0]))
-        ahead_too = rewrite.lookup(rewrite.wait_inputs(rewrite.wait_splits(rewrite.start_input_dist(data[0]))))
+        ahead_too = rewrite.look_up_embeddings(
+            rewrite.wait_inputs(rewrite.wait_splits(rewrite.start_input_dist(data[0])))
+        )
         with rewrite.using_looked_up_embeddings(ahead_too, data[0]):
             pipelined = float(model(data[0]))
     after = [int(kernel.iter_cpu) for entry in rewrite.sharded_modules.values() for kernel in find_fused_kernels(entry)]
-    embeddings = rewrite.lookup(rewrite.wait_inputs(rewrite.wait_splits(ahead)))
+    embeddings = rewrite.look_up_embeddings(rewrite.wait_inputs(rewrite.wait_splits(ahead)))
     with rewrite.using_looked_up_embeddings(embeddings, data[2]):
         loss = model(data[2])
     loss.backward()
@@ -249,7 +251,9 @@ def scaled(used: dict[str, Any]) -> dict[str, bool]:
         model = shard(Bags(), lr=rate)
         rewrite = ModelRewrite(model, **used, method="direct")
         (batch,) = batches(1)
-        embeddings = rewrite.lookup(rewrite.wait_inputs(rewrite.wait_splits(rewrite.start_input_dist(batch))))
+        embeddings = rewrite.look_up_embeddings(
+            rewrite.wait_inputs(rewrite.wait_splits(rewrite.start_input_dist(batch)))
+        )
         with rewrite.using_looked_up_embeddings(embeddings, batch):
             loss = model(batch)
         loss.backward()
@@ -272,7 +276,9 @@ def unused(used: dict[str, Any]) -> list[bool]:
         model = shard(Bags(), optimizer=torch.optim.Adagrad, eps=0.0)
         rewrite = ModelRewrite(model, **used, method="direct")
         (batch,) = batches(1)
-        embeddings = rewrite.lookup(rewrite.wait_inputs(rewrite.wait_splits(rewrite.start_input_dist(batch))))
+        embeddings = rewrite.look_up_embeddings(
+            rewrite.wait_inputs(rewrite.wait_splits(rewrite.start_input_dist(batch)))
+        )
         with rewrite.using_looked_up_embeddings(embeddings, batch):
             model(batch)
         rewrite.run_embedding_backward(embeddings, agree_unused=agree)
@@ -301,7 +307,7 @@ def restored(used: dict[str, Any]) -> dict[str, bool]:
     with torch.no_grad():
         model(data[0])
     rewrite.attach()
-    embeddings = rewrite.lookup(rewrite.wait_inputs(rewrite.wait_splits(ahead)))
+    embeddings = rewrite.look_up_embeddings(rewrite.wait_inputs(rewrite.wait_splits(ahead)))
     with rewrite.using_looked_up_embeddings(embeddings, data[2]):
         loss = model(data[2])
     loss.backward()
@@ -321,7 +327,7 @@ def wrong_piece(used: dict[str, Any]) -> str:
     model = shard(Bags())
     rewrite = ModelRewrite(model, **used, method="direct")
     first, second = batches(2)
-    embeddings = rewrite.lookup(rewrite.wait_inputs(rewrite.wait_splits(rewrite.start_input_dist(first))))
+    embeddings = rewrite.look_up_embeddings(rewrite.wait_inputs(rewrite.wait_splits(rewrite.start_input_dist(first))))
     try:
         with rewrite.using_looked_up_embeddings(embeddings, first):
             model(second)

@@ -14,7 +14,7 @@ from lightning_pipe.checkpoints.remote_folder import RemotePath
 from lightning_pipe.engine import SetupError
 from lightning_pipe.recsys.dynamic.store.row_files import write_rows
 from lightning_pipe.recsys.serving.row_diff import write_row_diff
-from lightning_pipe.recsys.serving.table_files import write_tables
+from lightning_pipe.recsys.serving.table_files import write_tables_to_parquet
 from tests.recsys.serving.saved_rows import History, described, exported, removed, save, stored
 
 # Of a vector's numbers: some differ in bits alone.
@@ -29,7 +29,7 @@ def diff_gives_the_newer_export(older: Path, newer: Path, out: Path) -> dict[str
     """Apply the diff to the export of the older checkpoint, and return the numbers of rows in its files."""
     for place in (older, newer):
         if not (export := out / place.name).exists():
-            write_tables(place, export)
+            write_tables_to_parquet(place, export)
     diff = out / f"{older.name} to {newer.name}"
     counts = write_row_diff(newer, older, diff)
     rows, changes, gone = exported(out / older.name), exported(diff), removed(diff)
@@ -161,7 +161,7 @@ def test_a_damaged_description_is_refused_by_diff_and_export(rest: Any, good: Pa
     for newer, older in ((bad, good), (good, bad)):
         refused(newer, older, "bad.ckpt' has a damaged description|'users' in the modules", tmp_path / "out")
     with pytest.raises(SetupError, match=r"damaged description|'users' in the modules"):
-        write_tables(bad, tmp_path / "export")
+        write_tables_to_parquet(bad, tmp_path / "export")
 
 
 @pytest.mark.parametrize("weights", [torch.ones(1), torch.ones(1, 2), torch.ones(1, 3, 1), torch.ones(1, 3).long()])

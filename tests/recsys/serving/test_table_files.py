@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_pipe.checkpoints.folder_writing import META
 from lightning_pipe.engine import SetupError
-from lightning_pipe.recsys.serving.table_files import write_tables
+from lightning_pipe.recsys.serving.table_files import write_tables_to_parquet
 from tests.distributed import run_ranks
 from tests.recsys.serving.saved_rows import save
 from tests.scenarios.recommenders.test_dynamic_embeddings import clicks
@@ -42,7 +42,7 @@ def read(file: Path) -> dict[int, Tensor]:
 @pytest.mark.parametrize("managed", [False, True], ids=["of fixed size", "with maps"])
 def test_each_table_is_a_file_of_ids_and_rows(managed: bool, tmp_path: Path) -> None:
     expected = run_ranks(trained, 2, tmp_path / "one.ckpt", managed)[0]
-    counts = write_tables(tmp_path / "one.ckpt", tmp_path / "tables")
+    counts = write_tables_to_parquet(tmp_path / "one.ckpt", tmp_path / "tables")
     assert len(counts) == len(expected)
     for name, count in counts.items():
         rows, found = expected[name.split(".")[-3]], read(tmp_path / "tables" / name)
@@ -56,7 +56,7 @@ def test_rows_of_dynamic_tables_have_their_ids(tmp_path: Path) -> None:
     used = fit(module, recsys(optimizer=ROW_WISE_ADAGRAD), max_epochs=1)
     used.save_checkpoint(tmp_path / "one.ckpt")
     sharded: Any = used.strategy.sharded_model  # type: ignore[attr-defined]
-    counts = write_tables(tmp_path / "one.ckpt", tmp_path / "tables")
+    counts = write_tables_to_parquet(tmp_path / "one.ckpt", tmp_path / "tables")
     for name, rows in sharded.dynamic_rows.items():
         for table in rows.caches:
             found = read(tmp_path / "tables" / f"{name}.{table}.parquet")
@@ -73,7 +73,7 @@ def test_rows_of_dynamic_tables_have_their_ids(tmp_path: Path) -> None:
 
 def test_another_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SetupError, match="expected a folder written under a recsys plan"):
-        write_tables(tmp_path, tmp_path / "tables")
+        write_tables_to_parquet(tmp_path, tmp_path / "tables")
 
 
 def test_a_table_is_never_written_to_another_folder(tmp_path: Path) -> None:
@@ -81,11 +81,11 @@ def test_a_table_is_never_written_to_another_folder(tmp_path: Path) -> None:
     dcp.save({"model": {name: torch.ones(2, 2)}}, checkpoint_id=tmp_path / "one.ckpt")
     torch.save({}, tmp_path / "one.ckpt" / META)
     with pytest.raises(SetupError, match=f"'{name}' cannot name a file"):
-        write_tables(tmp_path / "one.ckpt", tmp_path / "tables" / "here")
+        write_tables_to_parquet(tmp_path / "one.ckpt", tmp_path / "tables" / "here")
     assert not list(tmp_path.glob("*elsewhere*"))
 
 
 def test_a_dynamic_table_without_rows_is_a_file_without_rows(tmp_path: Path) -> None:
-    counts = write_tables(save(tmp_path / "one.ckpt", {"users": {}}), tmp_path / "tables")
+    counts = write_tables_to_parquet(save(tmp_path / "one.ckpt", {"users": {}}), tmp_path / "tables")
     assert counts == {"bags.users.parquet": 0}
     assert read(tmp_path / "tables" / "bags.users.parquet") == {}

@@ -12,10 +12,10 @@ from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import ParameterConstraints, Topology
 from torchrec.distributed.types import CacheParams, ParameterSharding, ShardingPlan
 
-from lightning_pipe._compat.torchrec import kernels_of
+from lightning_pipe._compat.torchrec import iter_lookup_kernels_with_tables
 from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.recsys.modules.tables import find_tables
-from lightning_pipe.recsys.sharding.cached_tables import add_cache_params_to_plan, read_fused_params
+from lightning_pipe.recsys.sharding.cached_tables import add_cache_params_to_plan, read_cache_params
 from lightning_pipe.recsys.sharding.sharded_model import ShardedModel
 from lightning_pipe.recsys.sharding.sharders import default_sharders
 from lightning_pipe.recsys.sharding.sharding_plan import OrderedEnumerator
@@ -40,7 +40,7 @@ def arguments(sharded: ShardedModel) -> dict[str, Any]:
     return {
         config.name: config.fused_params
         for module in sharded.sharded_modules.values()
-        for _, configs in kernels_of(module)
+        for _, configs in iter_lookup_kernels_with_tables(module)
         for config in configs
     }
 
@@ -49,7 +49,7 @@ def prefetches(sharded: ShardedModel) -> dict[str, bool]:
     return {
         config.name: kernel.prefetch_pipeline
         for module in sharded.sharded_modules.values()
-        for kernel, configs in kernels_of(module)
+        for kernel, configs in iter_lookup_kernels_with_tables(module)
         for config in configs
     }
 
@@ -92,7 +92,7 @@ def test_the_least_frequently_used_rows_can_only_be_replaced_without_prefetches_
 def test_the_planner_of_a_gpu_plans_with_the_arguments_and_makes_tables_for_prefetches_ahead() -> None:
     model = make_model()
     tables = [table for table, _ in find_tables(model)]
-    cache = read_fused_params({"cache_load_factor": 0.5}, tables)
+    cache = read_cache_params({"cache_load_factor": 0.5}, tables)
     constraints = {
         name: ParameterConstraints(
             sharding_types=["table_wise"], compute_kernels=["fused_uvm_caching"], cache_params=params

@@ -86,4 +86,4 @@ def test_their_state_looks_like_a_sharded_table_s(optimizer: dict[str, object], 
         sharded = shard(model, sparse_optimizer=optimizer, constraints=constraints_for(pooled))
         state = sharded.fused_optimizer.state_dict()["state"][USERS]
         assert list(state) == ["users.momentum1"][: len(shapes)]
-        assert [tuple(value.shape) for value in sharded.full_optimizer_state("users").values()] == shapes
+        assert [tuple(value.shape) for value in sharded.full_table_optimizer_state("users").values()] == shapes

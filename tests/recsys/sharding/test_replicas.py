@@ -121,13 +121,13 @@ def from_simulation(rank: int, world_size: int, optimizer: str, kinds: tuple[str
 
     for name in model.tables:
         note("tables", model.full_table(name), own[name].detach())
-        note("states", model.full_optimizer_state(name)["momentum1"], accumulated(own[name]))
+        note("states", model.full_table_optimizer_state(name)["momentum1"], accumulated(own[name]))
         note("apart", *(tables_of(one)[name].detach() for one in copies))
     average(copies)
     model.sync_replicas()
     for name in model.tables:
         note("together", model.full_table(name), own[name].detach())
-        note("together", model.full_optimizer_state(name)["momentum1"], accumulated(own[name]))
+        note("together", model.full_table_optimizer_state(name)["momentum1"], accumulated(own[name]))
     return found
 
 

@@ -122,7 +122,7 @@ def test_a_checkpoint_of_tables_and_their_optimizers_continues_as_if_never_inter
     train(second, range(2, 4))
     for name in whole.tables:
         assert torch.equal(second.full_table(name), whole.full_table(name)), name
-        states = whole.full_optimizer_state(name)
+        states = whole.full_table_optimizer_state(name)
         assert list(states) == ([] if optimizer is SGD else ["momentum1"])
-        for key, state in second.full_optimizer_state(name).items():
+        for key, state in second.full_table_optimizer_state(name).items():
             assert torch.equal(state, states[key])

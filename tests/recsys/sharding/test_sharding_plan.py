@@ -115,4 +115,4 @@ def test_rows_split_under_an_optimizer_with_one_state_a_row_are_warned_about(
     ]
     assert len(warned) == 2
     assert "users.weight is split by columns (column_wise)" in warned[0]
-    assert sharded.full_optimizer_state("users")["momentum1"].shape == (48,)  # a row of each shard
+    assert sharded.full_table_optimizer_state("users")["momentum1"].shape == (48,)  # a row of each shard

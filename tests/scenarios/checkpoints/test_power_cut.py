@@ -25,7 +25,7 @@ from lightning_pipe.checkpoints.atomic_folder import (
     finish_folder,
     folder_to_write,
     remove_folder,
-    restore_replaced,
+    restore_half_replaced_folder,
 )
 from lightning_pipe.checkpoints.background_save import BackgroundSave
 from lightning_pipe.checkpoints.folder_reading import read_extra_state, read_full_state, read_metadata
@@ -69,7 +69,7 @@ def check(replay: Replay) -> list[str]:
 
 def texts(folder: Path) -> Any:
     """What a folder and those in it hold, where it is there; one that was put aside is put back first."""
-    restore_replaced(folder)
+    restore_half_replaced_folder(folder)
     if not folder.exists():
         return None
     assert folder.is_dir()
@@ -115,7 +115,7 @@ def open_store(folder: Path) -> RocksDbStore:
 def read_store(folder: Path, version: int | None) -> Any:
     store = open_store(folder)
     try:
-        state = store.store_state
+        state = store.current_state
         store.recover(state.committed if version is None else version)
         rows = {
             (table, key): record.tobytes()

@@ -97,9 +97,11 @@ def rows_of_ids(model: ShardedModel) -> dict[str, dict[int, list[Tensor]]]:
     for _, one in model.id_maps._maps:
         ids_name, rows_name = one.buffer_names
         (full,) = (name for name, table in model.tables.items() if table.config.name == one.table)
-        states = model.full_optimizer_state(full)
+        states = model.full_table_optimizer_state(full)
         whole = [model.full_table(full), *(states[key] for key in sorted(states))]
-        entries = all_gather_objects((one.entries[ids_name], one.entries[rows_name], one.begin, one.end), model._group)
+        entries = all_gather_objects(
+            (one.named_row_buffers[ids_name], one.named_row_buffers[rows_name], one.begin, one.end), model._group
+        )
         found[one.table] = {}
         for owner, (ids, rows, begin, end) in enumerate(entries):
             taken = ids != NO_ID

@@ -165,8 +165,8 @@ def _whole_after(folder: Path, text: str) -> None:
     assert "cannot be written" in text
     assert "The committed version is intact" in text
     store = open_store(folder)
-    assert store.store_state == StoreState(int(text.split()[0]), None)
-    assert size(store, "a") == len(EDGES) + 40000 * (store.store_state.committed - 1)
+    assert store.current_state == StoreState(int(text.split()[0]), None)
+    assert size(store, "a") == len(EDGES) + 40000 * (store.current_state.committed - 1)
     np.testing.assert_array_equal(store.read("a", EDGES)[0], some_records(len(EDGES)))
     commit(store)
     store.close()

@@ -104,7 +104,7 @@ class _CompiledMap(IdMap):
 
     def find(self, keys: Keys) -> Slots:
         keys, slots = np.ascontiguousarray(keys), np.empty(len(keys), np.int64)
-        self._library.lp_id_map_find(*self._arguments(keys), _address(slots))
+        self._library.lp_id_map_find(*self._arguments(keys), _get_array_pointer(slots))
         return slots
 
     def touch(self, keys: Keys, tick: int) -> tuple[Slots, Slots, Slots]:
@@ -114,21 +114,23 @@ class _CompiledMap(IdMap):
         self._library.lp_id_map_touch(
             *self._arguments(keys),
             ctypes.c_uint32(tick),
-            *(_address(array) for array in (slots, touched, missing, counts)),
+            *(_get_array_pointer(array) for array in (slots, touched, missing, counts)),
         )
         distinct, misses = counts.tolist()
         return slots, touched[:distinct], missing[:misses]
 
     def _insert(self, keys: Keys, slots: Slots, tick: int) -> None:
         keys, slots = np.ascontiguousarray(keys), np.ascontiguousarray(slots)
-        self._library.lp_id_map_insert(*self._arguments(keys), _address(slots), ctypes.c_uint32(tick))
+        self._library.lp_id_map_insert(*self._arguments(keys), _get_array_pointer(slots), ctypes.c_uint32(tick))
 
     def _remove(self, keys: Keys, slots: Slots) -> None:
         self._library.lp_id_map_remove(*self._arguments(keys))
 
     def ticks(self) -> npt.NDArray[np.int64]:
         ticks = np.zeros(self.capacity, np.int64)
-        self._library.lp_id_map_ticks(_address(self._entries), ctypes.c_int64(self._bits), _address(ticks))
+        self._library.lp_id_map_ticks(
+            _get_array_pointer(self._entries), ctypes.c_int64(self._bits), _get_array_pointer(ticks)
+        )
         return ticks
 
     def reset_ticks(self) -> None:
@@ -138,7 +140,12 @@ class _CompiledMap(IdMap):
         self._entries["slot"] = -1
 
     def _arguments(self, keys: Keys) -> tuple[ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64]:
-        return _address(self._entries), ctypes.c_int64(self._bits), _address(keys), ctypes.c_int64(len(keys))
+        return (
+            _get_array_pointer(self._entries),
+            ctypes.c_int64(self._bits),
+            _get_array_pointer(keys),
+            ctypes.c_int64(len(keys)),
+        )
 
 
 class DeviceIdMap(IdMap):
@@ -260,5 +267,5 @@ class DeviceIdMap(IdMap):
             self._table.record_stream(stream)
 
 
-def _address(array: npt.NDArray[np.generic]) -> ctypes.c_void_p:
+def _get_array_pointer(array: npt.NDArray[np.generic]) -> ctypes.c_void_p:
     return ctypes.c_void_p(array.ctypes.data)

@@ -44,7 +44,7 @@ class Uniform:
             )
 
     def values(self, bits: Bits) -> Values:
-        values = _signed(bits >> np.uint64(40)).astype(np.float32)
+        values = _view_as_int64(bits >> np.uint64(40)).astype(np.float32)
         values *= np.float32((self.high - self.low) * 2.0**-24)
         values += np.float32(self.low)
         return values
@@ -66,7 +66,7 @@ class Normal:
 
     def values(self, bits: Bits) -> Values:
         # Midpoints of 2^52 intervals, so that no probability is 0 or 1.
-        probabilities = (_signed(bits >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
+        probabilities = (_view_as_int64(bits >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
         quantiles = torch.special.ndtri(torch.from_numpy(probabilities)).numpy()
         return (quantiles * self.std + self.mean).astype(np.float32)
 
@@ -126,17 +126,17 @@ class InitialValues:
 def _hash_keys_to_random_bits(seed: int, keys: Keys, width: int) -> Bits:
     """64 random bits for each column of each key, [keys, width]."""
     unsigned = np.ascontiguousarray(keys).view(np.uint64)
-    start = _mixed(_mixed(unsigned + _STEP) ^ np.uint64(seed))
+    start = _apply_splitmix64_mixing(_apply_splitmix64_mixing(unsigned + _STEP) ^ np.uint64(seed))
     columns = np.arange(1, width + 1, dtype=np.uint64) * _STEP
-    return _mixed(start[:, None] + columns)
+    return _apply_splitmix64_mixing(start[:, None] + columns)
 
 
-def _signed(bits: Bits) -> npt.NDArray[np.int64]:
+def _view_as_int64(bits: Bits) -> npt.NDArray[np.int64]:
     # Not all processors have an instruction that converts unsigned integers to floating point.
     return bits.view(np.int64)
 
 
-def _mixed(x: Bits) -> Bits:
+def _apply_splitmix64_mixing(x: Bits) -> Bits:
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return cast(Bits, x ^ (x >> np.uint64(31)))

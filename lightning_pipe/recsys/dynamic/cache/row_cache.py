@@ -9,8 +9,8 @@ The rows of an open batch, from its prefetch to its end, are pinned: their slots
 thread changes them. A prefetch writes only to free slots and evicts only rows that no open batch uses, so both threads
 can work on the columns at the same time, on different rows. Everything else has two locks. The lock of rows covers
 operations that find, move, read and write rows (prefetch, flush, scans) and may be held for a long time. The lock of
-headers and open batches is held briefly. ``begin`` and ``end_trained`` take only this one, and do not wait for the
-disk.
+headers and open batches is held briefly. ``begin_batch_and_count_ids`` and ``end_trained`` take only this one, and do
+not wait for the disk.
 """
 
 from __future__ import annotations
@@ -31,8 +31,14 @@ from lightning_pipe.recsys.dynamic.cache.eviction import Policy
 from lightning_pipe.recsys.dynamic.cache.id_map import DeviceIdMap, Slots
 from lightning_pipe.recsys.dynamic.cache.initial_values import InitialValues
 from lightning_pipe.recsys.dynamic.cache.row_columns import RowColumns
-from lightning_pipe.recsys.dynamic.cache.row_headers import COPIED, HEADER_BYTES, BatchStart, RowHeaders, headers_of
-from lightning_pipe.recsys.dynamic.cache.row_slots import CacheStats, RepeatedTrainingState, RowSlots
+from lightning_pipe.recsys.dynamic.cache.row_headers import (
+    COPIED,
+    HEADER_BYTES,
+    BatchStart,
+    RowHeaders,
+    decode_row_headers,
+)
+from lightning_pipe.recsys.dynamic.cache.row_slots import CacheStats, RepeatedBatchTrainingState, RowSlots
 from lightning_pipe.recsys.dynamic.cache.ticket import OpenBatch, PinnedCacheSlots
 from lightning_pipe.recsys.dynamic.store.buffered_store import Change, TableStore
 from lightning_pipe.recsys.dynamic.store.row_files import StoredRows
@@ -72,7 +78,7 @@ class RowCache:
         self.ids = ids
         # Lock of rows, which may be held from DeviceIdMap.lookup to DeviceIdMap.apply.
         self.row_lock = threading.RLock()
-        self._repeated_training: RepeatedTrainingState | None = None
+        self._repeated_training: RepeatedBatchTrainingState | None = None
         # Lock of headers and open batches, held only briefly. A finalizer never waits for it.
         self._lock = threading.Lock()
         # Open batches, in the order of their prefetches, and batches to end, by the next holder of the lock.
@@ -208,7 +214,7 @@ class RowCache:
             self._end(batch)
 
     def end_untrained(self, ticket: PinnedCacheSlots) -> None:
-        """End a batch that is not trained: unpin its rows and revert the counts of ``begin``, but no updates of rows.
+        """End a batch that is not trained: unpin its rows and revert the counts of its ids, but no updates of rows.
 
         May be called on any thread, in finalizers, and for tickets that have ended.
         """
@@ -282,14 +288,14 @@ class RowCache:
             self._below.clear_host_memory()
 
     def set_repeated_training(self, repeats_training: bool) -> None:
-        """Begin or end a :class:`~lightning_pipe.recsys.dynamic.cache.row_slots.RepeatedTrainingState`."""
+        """Begin or end a :class:`~lightning_pipe.recsys.dynamic.cache.row_slots.RepeatedBatchTrainingState`."""
         with self.row_lock, self._lock:
             if repeats_training:
                 self._below.flush()  # what is written from now on is dropped at the end
             missing = 1 - self.stats.hits / max(1, self.stats.ids)
             brought = np.zeros(self.capacity, bool)
             self._repeated_training = (
-                RepeatedTrainingState(list(self._open), missing, brought) if repeats_training else None
+                RepeatedBatchTrainingState(list(self._open), missing, brought) if repeats_training else None
             )
 
     def evict_before_repeated_prefetch(self, keys: Tensor) -> None:
@@ -325,12 +331,12 @@ class RowCache:
         with self.row_lock:
             with self._lock:
                 self._end_dropped_batches_and_retry_init()
-                cached = self._headers.select_expired(np.flatnonzero(self._slots.used()), step)
+                cached = self._headers.select_expired(np.flatnonzero(self._slots.get_used_slot_mask()), step)
                 self._slots.reset_rows(cached)
                 self._slots.write_back(cached)
             number = len(cached)
             for keys, records in self._below.scan(65536):
-                ended = keys[step - headers_of(records)[:, 1] > self._headers.ttl]
+                ended = keys[step - decode_row_headers(records)[:, 1] > self._headers.ttl]
                 # The header of a cached row is newer than the one in the store.
                 ended = ended[self._slots.map.find(ended) < 0]
                 self._below.erase(ended)
@@ -347,7 +353,7 @@ class RowCache:
     def decode(self, keys: Keys, records: Records, since: int = 0) -> StoredRows:
         """Rows of a chunk of records that were last seen in step *since* or later."""
         if since > 0:
-            chosen = headers_of(records)[:, 1] >= since
+            chosen = decode_row_headers(records)[:, 1] >= since
             keys, records = keys[chosen], records[chosen]
-        counts, last_seen = (torch.tensor(part) for part in headers_of(records).T)
+        counts, last_seen = (torch.tensor(part) for part in decode_row_headers(records).T)
         return StoredRows(torch.from_numpy(keys), counts, last_seen, self._columns.decode(records[:, HEADER_BYTES:]))

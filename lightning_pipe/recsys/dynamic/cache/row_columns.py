@@ -40,7 +40,7 @@ class RowColumns:
         self._make_stream_wait_for_events()
         index = self._copy_slot_indices_to_device(rows)
         parts = [column.index_select(0, index) for column in self._columns]
-        return torch.cat([_matrix(part).view(torch.uint8) for part in parts], dim=1).cpu()
+        return torch.cat([_unsqueeze_to_2d(part).view(torch.uint8) for part in parts], dim=1).cpu()
 
     def write(self, rows: Slots, records: Records) -> None:
         """Write bytes, in the format of ``read``, to *rows*, which are distinct."""
@@ -64,7 +64,7 @@ class RowColumns:
         has_nan = torch.zeros(len(records), dtype=torch.bool)
         for column in self.decode(records):
             if column.is_floating_point():
-                has_nan |= _matrix(column).isnan().any(dim=1)
+                has_nan |= _unsqueeze_to_2d(column).isnan().any(dim=1)
         result: npt.NDArray[np.bool_] = has_nan.numpy()
         return result
 
@@ -112,5 +112,5 @@ class RowColumns:
             torch.cuda.current_stream(self.device).wait_event(event)
 
 
-def _matrix(rows: Tensor) -> Tensor:
+def _unsqueeze_to_2d(rows: Tensor) -> Tensor:
     return rows if rows.dim() == 2 else rows.unsqueeze(1)

@@ -60,7 +60,7 @@ class RowHeaders:
         return BatchStart(step, before, expired, self.select_unadmitted(rows))
 
     def undo(self, rows: Slots, begun: BatchStart) -> None:
-        """Revert ``begin``. Rows that had expired at ``begin`` have count 0 afterwards."""
+        """Revert ``begin_batch_and_count_ids``. Rows that it found expired have count 0 afterwards."""
         self.counts[rows] -= 1
         last = self.last_seen[rows] == begun.step
         self.last_seen[rows[last]] = begun.before[last]
@@ -70,6 +70,6 @@ class RowHeaders:
         return rows[self.counts[rows] < self._threshold]
 
 
-def headers_of(records: Records) -> npt.NDArray[np.int64]:
+def decode_row_headers(records: Records) -> npt.NDArray[np.int64]:
     """Count and last step of each record: [records, 2]."""
     return np.array(records[:, :HEADER_BYTES], order="C").view(np.int64)

@@ -19,7 +19,7 @@ from lightning_pipe.recsys.dynamic.cache.eviction import Policy, select_victims
 from lightning_pipe.recsys.dynamic.cache.id_map import LAST_TICK, DeviceIdMap, Slots, id_map
 from lightning_pipe.recsys.dynamic.cache.initial_values import InitialValues
 from lightning_pipe.recsys.dynamic.cache.row_columns import RowColumns
-from lightning_pipe.recsys.dynamic.cache.row_headers import HEADER_BYTES, RowHeaders, headers_of
+from lightning_pipe.recsys.dynamic.cache.row_headers import HEADER_BYTES, RowHeaders, decode_row_headers
 from lightning_pipe.recsys.dynamic.cache.ticket import OpenBatch
 from lightning_pipe.recsys.dynamic.store.buffered_store import Change, TableStore
 from lightning_pipe.recsys.dynamic.store.row_store import Keys, Records
@@ -56,7 +56,7 @@ class CacheStats:
 
 
 @dataclass
-class RepeatedTrainingState:
+class RepeatedBatchTrainingState:
     """Repeated training of the same batches, as a profile does it, over a cache whose state is restored afterwards.
 
     Rows that its batches have brought leave the cache when a later batch is prefetched, so that a batch that is trained
@@ -141,7 +141,7 @@ class RowSlots:
             if loaded.size < len(keys):
                 records = records[present]
             self._columns.write(loaded, records[:, HEADER_BYTES:])
-            self.headers.values[loaded] = headers_of(records)
+            self.headers.values[loaded] = decode_row_headers(records)
         self.map.insert(keys, rows, self._tick)
         self._free_count -= len(keys)
         self.stats.read += len(loaded)
@@ -169,10 +169,10 @@ class RowSlots:
         self.evict(candidates[chosen])
 
     def evict_before_repeated_prefetch(
-        self, repeated_training: RepeatedTrainingState, keys: Keys, pinned: npt.NDArray[np.bool_]
+        self, repeated_training: RepeatedBatchTrainingState, keys: Keys, pinned: npt.NDArray[np.bool_]
     ) -> None:
-        """Evict rows before a prefetch of *keys* in repeated training, as :class:`RepeatedTrainingState` describes."""
-        brought = np.flatnonzero(repeated_training.brought & self.used() & ~pinned)
+        """Evict rows before a prefetch of *keys* in repeated training, see :class:`RepeatedBatchTrainingState`."""
+        brought = np.flatnonzero(repeated_training.brought & self.get_used_slot_mask() & ~pinned)
         repeated_training.brought[brought] = False
         self.evict(brought)
         _, rows, missing = self.touch(keys)
@@ -188,7 +188,7 @@ class RowSlots:
         self._free_count += len(rows)
         self.stats.evicted += len(rows)
 
-    def used(self) -> npt.NDArray[np.bool_]:
+    def get_used_slot_mask(self) -> npt.NDArray[np.bool_]:
         """Mask of the slots that have a row."""
         used = np.ones(len(self._free), bool)
         used[self._free[: self._free_count]] = False
@@ -196,7 +196,7 @@ class RowSlots:
 
     def snapshot(self) -> tuple[Any, ...]:
         """Copy of the slots, with the rows in them. The order of last uses is not included; results do not need it."""
-        used = np.flatnonzero(self.used())
+        used = np.flatnonzero(self.get_used_slot_mask())
         slots = used, self.map.keys_of(used), self._free.copy(), self._free_count, replace(self.stats)
         return *slots, self._columns.snapshot(), self.headers.values.copy(), self.headers.dirty.copy()
 

@@ -36,7 +36,7 @@ def open_store_at_newest_version(make: Callable[[], RowStore], group: dist.Proce
 
     try:
         opened = run_on_all_ranks(make_store, _NOT_OPENED, group)
-        states = all_gather_objects(opened.store_state, group)
+        states = all_gather_objects(opened.current_state, group)
         version = max(state.committed for state in states)
         if version == 0 and all(state.prepared is None for state in states):
             run = all_gather_objects(secrets.token_hex(8), group)[0]
@@ -55,11 +55,11 @@ def open_store_at_newest_version(make: Callable[[], RowStore], group: dist.Proce
 
 def commit_on_all_ranks(store: RowStore, group: dist.ProcessGroup, notes: Mapping[str, str] | None = None) -> None:
     """Commit the writes of all ranks as the next version, on all ranks or on none. Collective."""
-    newest = max(all_gather_objects(store.store_state.committed, group))
+    newest = max(all_gather_objects(store.current_state.committed, group))
     failed = f"version {newest + 1} of the rows cannot be committed"
 
     def prepare_next_commit() -> None:
-        if store.store_state.committed < newest:
+        if store.current_state.committed < newest:
             store.commit(newest)  # failed here before, but not on all ranks
         store.prepare_commit(newest + 1, notes)
 

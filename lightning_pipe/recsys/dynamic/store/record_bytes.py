@@ -28,12 +28,12 @@ def decode_keys(parts: Sequence[bytes]) -> Keys:
     return (entries["key"].astype(np.uint64) ^ _SIGN).view(np.int64)
 
 
-def split_records(records: Records) -> list[bytes]:
+def split_records_to_bytes(records: Records) -> list[bytes]:
     """Split an array of bytes into one byte string for each row."""
     return _split_bytes_by_width(records.tobytes(), records.shape[1])
 
 
-def join_records(parts: Sequence[bytes], width: int) -> Records:
+def join_bytes_to_records(parts: Sequence[bytes], width: int) -> Records:
     """Join byte strings into an array with rows of *width* bytes."""
     joined = np.frombuffer(b"".join(parts), np.uint8)
     if len(joined) != len(parts) * width:

@@ -33,7 +33,12 @@ from rocksdict import (
 )
 
 from lightning_pipe.engine.common.errors import SetupError
-from lightning_pipe.recsys.dynamic.store.record_bytes import decode_keys, encode_keys, join_records, split_records
+from lightning_pipe.recsys.dynamic.store.record_bytes import (
+    decode_keys,
+    encode_keys,
+    join_bytes_to_records,
+    split_records_to_bytes,
+)
 from lightning_pipe.recsys.dynamic.store.row_store import Keys, RankStoreIdentity, Records, RowStore, StoreState
 from lightning_pipe.recsys.dynamic.store.versions import VersionedFolder
 
@@ -72,7 +77,7 @@ class RocksDbStore(RowStore):
         self._folder = VersionedFolder(Path(path), described)
         self._notes: dict[str, str] = {}
         self._prepared_notes: dict[str, str] = {}
-        self._options = _options(write_buffer, block_cache)
+        self._options = _create_rocksdb_options(write_buffer, block_cache)
         self._unlogged = WriteOptions()
         self._unlogged.disable_wal = True  # type: ignore[method-assign, assignment]  # its stub is wrong
         self._open: Rdict | None = None
@@ -81,7 +86,7 @@ class RocksDbStore(RowStore):
         self._waits = True  # True if the last read waited for the disk
 
     @property
-    def store_state(self) -> StoreState:
+    def current_state(self) -> StoreState:
         return self._folder.state
 
     def write_identity(self, part: RankStoreIdentity) -> None:
@@ -117,7 +122,7 @@ class RocksDbStore(RowStore):
 
     def write(self, table: str, keys: Keys, records: Records) -> None:
         batch = WriteBatch(raw_mode=True)
-        _exhaust_iterator(map(batch.put, encode_keys(self._numbers[table], keys), split_records(records)))
+        _exhaust_iterator(map(batch.put, encode_keys(self._numbers[table], keys), split_records_to_bytes(records)))
         self._write(batch)
 
     def erase(self, table: str, keys: Keys) -> None:
@@ -149,7 +154,7 @@ class RocksDbStore(RowStore):
     def scan(self, table: str, chunk: int = 65536) -> Iterator[tuple[Keys, Records]]:
         width = self._widths[table]
         options = self._create_table_scan_options(table)
-        last = _table_lower_bound(self._numbers[table])
+        last = _encode_lowest_table_key(self._numbers[table])
         items = self._database.items(from_key=last, read_opt=options)
         chunk = min(chunk, max(1, _SCAN_BYTES // width))
 
@@ -207,13 +212,13 @@ class RocksDbStore(RowStore):
 
     def _join_records(self, values: Any, width: int) -> Records:
         try:
-            return join_records(values, width)
+            return join_bytes_to_records(values, width)
         except ValueError as error:
             raise self._folder.damaged_error(str(error)) from error
 
     def _create_table_scan_options(self, table: str) -> ReadOptions:
         options = ReadOptions()
-        options.set_iterate_upper_bound(_table_lower_bound(self._numbers[table] + 1))
+        options.set_iterate_upper_bound(_encode_lowest_table_key(self._numbers[table] + 1))
         options.set_readahead_size(2 * _MB)
         return options
 
@@ -242,7 +247,7 @@ class RocksDbStore(RowStore):
             raise
 
 
-def _options(write_buffer: int, block_cache: int) -> Options:
+def _create_rocksdb_options(write_buffer: int, block_cache: int) -> Options:
     blocks = BlockBasedOptions()
     blocks.set_block_cache(Cache(block_cache))
     # Looking up a key that does not exist then usually costs no read.
@@ -263,7 +268,7 @@ def _options(write_buffer: int, block_cache: int) -> Options:
     return options
 
 
-def _table_lower_bound(number: int) -> bytes:
+def _encode_lowest_table_key(number: int) -> bytes:
     """Lower bound of the keys of the table with this number."""
     return number.to_bytes(2, "big") + bytes(8)
 

@@ -163,7 +163,7 @@ class _File:
 def _parse_file_list(path: Path) -> list[_File]:
     """Parse a rank's list of files."""
     try:
-        files = [_File(**entry) for entry in json.loads(_content(path, _LARGEST_LIST))]
+        files = [_File(**entry) for entry in json.loads(_read_file_with_size_limit(path, _LARGEST_LIST))]
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{path.name}: {error}") from error
     names = [f"{path.stem}.{number:05}.pt" for number in range(len(files))]
@@ -172,7 +172,7 @@ def _parse_file_list(path: Path) -> list[_File]:
     return files
 
 
-def _content(path: Path, largest: int) -> bytes:
+def _read_file_with_size_limit(path: Path, largest: int) -> bytes:
     if not path.is_file():
         raise ValueError(f"{path.name} is not a file, or there is no such file")
     if (size := path.stat().st_size) > largest:
@@ -182,7 +182,7 @@ def _content(path: Path, largest: int) -> bytes:
 
 def _read_row_file(folder: Path, entry: _File, columns: Columns | None) -> StoredRows:
     """Read the rows of a file."""
-    content = _content(folder / entry.name, entry.bytes)
+    content = _read_file_with_size_limit(folder / entry.name, entry.bytes)
     if len(content) < entry.bytes:
         raise ValueError(f"{entry.name} has {len(content)} bytes, expected {entry.bytes}")
     if (checksum := zlib.crc32(content)) != entry.crc32:

@@ -45,13 +45,13 @@ class RowStore(ABC):
     """One rank's records of all tables.
 
     Each table has records of a fixed number of bytes. Keys are any int64, without duplicates in a call. Reads return
-    the last write, committed or not. Stores are not thread-safe, with two exceptions: ``prepare`` and ``commit`` may
-    run beside reads, and a scan beside all other calls except ``close``.
+    the last write, committed or not. Stores are not thread-safe, with two exceptions: ``prepare_commit`` and
+    ``commit`` may run beside reads, and a scan beside all other calls except ``close``.
     """
 
     @property
     @abstractmethod
-    def store_state(self) -> StoreState:
+    def current_state(self) -> StoreState:
         """Current state of the store."""
 
     @abstractmethod

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_pipe._compat.torchrec import kernels_of, lookups_of
+from lightning_pipe._compat.torchrec import iter_lookup_kernels_with_tables, lookups_of
 from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.recsys.dynamic.cache.host_rows import HostRows
 from lightning_pipe.recsys.dynamic.cache.id_map import DeviceIdMap
@@ -22,7 +22,7 @@ from lightning_pipe.recsys.dynamic.cache.row_headers import HEADER_BYTES
 from lightning_pipe.recsys.dynamic.store.buffered_store import SharedStore, TableStore
 from lightning_pipe.recsys.dynamic.store.commit import open_store_at_newest_version
 from lightning_pipe.recsys.dynamic.store.row_store import Keys, RowStore
-from lightning_pipe.recsys.dynamic.tables.id_mixing import unmix
+from lightning_pipe.recsys.dynamic.tables.id_mixing import unmix_ids
 from lightning_pipe.recsys.dynamic.tables.row_tables import RowTables
 from lightning_pipe.recsys.dynamic.tables.sharded_tables import ShardedDynamicModule
 from lightning_pipe.recsys.dynamic.tables.slot_lookup import bypass_grouped_lookup, install_fast_cpu_lookup
@@ -108,7 +108,7 @@ def open_rows(
         store.close()
         raise
     module.set_row_tables(rows)
-    for kernel, _ in kernels_of(module):
+    for kernel, _ in iter_lookup_kernels_with_tables(module):
         install_fast_cpu_lookup(kernel)
     for lookup in lookups_of(module):
         bypass_grouped_lookup(lookup)
@@ -131,7 +131,7 @@ def _create_row_optimizers(
     module: ShardedDynamicModule, optimizers: Mapping[str, TableOptimizerSpec], device: torch.device
 ) -> list[RowAdam]:
     row_optimizers = []
-    for kernel, tables in kernels_of(module):
+    for kernel, tables in iter_lookup_kernels_with_tables(module):
         table_optimizers = [optimizers[table.name] for table in tables]
         hyper_parameters = [
             optimizer.hyper_parameters if _needs_row_adam(optimizer, device) else None for optimizer in table_optimizers
@@ -150,7 +150,7 @@ def _create_row_cache(
         below,
         initial=values,
         state_fill=[0.0] * (len(columns) - 1),
-        policy=table.eviction if isinstance(table.eviction, str) else partial(_score_ids, table.eviction),
+        policy=table.eviction if isinstance(table.eviction, str) else partial(_compute_eviction_scores, table.eviction),
         ids_of=_unmix_keys,
         admission_threshold=table.admission_threshold,
         ttl=table.ttl,
@@ -188,14 +188,14 @@ def _parse_initial_values_option(table: DynamicTable) -> Any:
 
 
 def _unmix_keys(mixed: Keys) -> Keys:
-    ids: Keys = unmix(torch.from_numpy(mixed)).numpy()
+    ids: Keys = unmix_ids(torch.from_numpy(mixed)).numpy()
     return ids
 
 
-def _score_ids(function: Callable[..., Any], mixed: Keys, counts: Any, last_seen: Any) -> Any:
+def _compute_eviction_scores(function: Callable[..., Any], mixed: Keys, counts: Any, last_seen: Any) -> Any:
     return function(_unmix_keys(mixed), counts, last_seen)
 
 
 def _call_with_original_ids(function: Callable[[Tensor], Tensor], mixed: Tensor) -> Tensor:
     """Call a user's function with the original ids instead of the mixed ones."""
-    return function(unmix(mixed))
+    return function(unmix_ids(mixed))

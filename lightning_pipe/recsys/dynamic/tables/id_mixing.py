@@ -11,27 +11,27 @@ from __future__ import annotations
 import torch
 
 
-def _signed(number: int) -> int:
+def _convert_uint64_to_int64(number: int) -> int:
     return number - (1 << 64) if number >= 1 << 63 else number
 
 
 _SHIFTS = (30, 27, 31)
 _FACTORS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
-_INVERSES = tuple(_signed(pow(factor, -1, 1 << 64)) for factor in _FACTORS)
+_INVERSES = tuple(_convert_uint64_to_int64(pow(factor, -1, 1 << 64)) for factor in _FACTORS)
 
 
-def mix(ids: torch.Tensor) -> torch.Tensor:
+def mix_ids(ids: torch.Tensor) -> torch.Tensor:
     """Mix *ids*, int64 of any shape, into a new tensor."""
     mixed = ids ^ _logical_shift_right(ids, _SHIFTS[0])
-    mixed *= _signed(_FACTORS[0])
+    mixed *= _convert_uint64_to_int64(_FACTORS[0])
     mixed ^= _logical_shift_right(mixed, _SHIFTS[1])
-    mixed *= _signed(_FACTORS[1])
+    mixed *= _convert_uint64_to_int64(_FACTORS[1])
     mixed ^= _logical_shift_right(mixed, _SHIFTS[2])
     return mixed
 
 
-def unmix(mixed: torch.Tensor) -> torch.Tensor:
-    """Invert :func:`mix`, into a new tensor."""
+def unmix_ids(mixed: torch.Tensor) -> torch.Tensor:
+    """Invert :func:`mix_ids`, into a new tensor."""
     ids = _invert_xor_shift(mixed, _SHIFTS[2])
     ids *= _INVERSES[1]
     ids = _invert_xor_shift(ids, _SHIFTS[1])

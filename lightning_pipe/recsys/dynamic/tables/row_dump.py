@@ -26,7 +26,7 @@ from lightning_pipe.recsys.dynamic.store.buffered_store import Change, SharedSto
 from lightning_pipe.recsys.dynamic.store.commit import commit_on_all_ranks
 from lightning_pipe.recsys.dynamic.store.row_files import StoredRows, rows_folder, write_rows
 from lightning_pipe.recsys.dynamic.store.row_store import Keys, Records
-from lightning_pipe.recsys.dynamic.tables.id_mixing import unmix
+from lightning_pipe.recsys.dynamic.tables.id_mixing import unmix_ids
 
 _FAILED = "rows cannot be read or written"
 _SCANNED = 65_536  # rows of a file
@@ -100,7 +100,7 @@ class RowCommit:
         """Write this rank's rows, as they were committed, to files."""
         while self._scans:
             table, scan = self._scans.popitem()
-            chunks = (with_original_ids(self._caches[table].decode(keys, records)) for keys, records in scan)
+            chunks = (restore_original_row_ids(self._caches[table].decode(keys, records)) for keys, records in scan)
             write_rows(folder, table, self._group.rank(), self._group.size(), chunks)
 
     def mark_commit_queued(self) -> None:
@@ -154,6 +154,6 @@ class ModelRowCommit:
             dump.write_files(rows_folder(folder, name))
 
 
-def with_original_ids(rows: StoredRows) -> StoredRows:
+def restore_original_row_ids(rows: StoredRows) -> StoredRows:
     """Rows of a cache with their original ids instead of mixed ones."""
-    return replace(rows, ids=unmix(rows.ids))
+    return replace(rows, ids=unmix_ids(rows.ids))

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from lightning_pipe._compat.torchrec import copy_with_tensors
+from lightning_pipe._compat.torchrec import copy_kjt_with_tensors
 from lightning_pipe.checkpoints.background_save import BackgroundSave
 from lightning_pipe.engine.common.errors import InputError, SetupError
 from lightning_pipe.engine.ranks.object_collectives import all_gather_objects, run_on_all_ranks
@@ -23,8 +23,8 @@ from lightning_pipe.recsys.dynamic.cache.ticket import PinnedCacheSlots
 from lightning_pipe.recsys.dynamic.store.buffered_store import SharedStore
 from lightning_pipe.recsys.dynamic.store.row_files import Columns, StoredRows, check_row_files, read_rows, write_rows
 from lightning_pipe.recsys.dynamic.tables.batch_ids import copy_ids_to_host, prefetch_with_device_lookup
-from lightning_pipe.recsys.dynamic.tables.id_mixing import get_owned_id_mask, mix
-from lightning_pipe.recsys.dynamic.tables.row_dump import RowCommit, with_original_ids
+from lightning_pipe.recsys.dynamic.tables.id_mixing import get_owned_id_mask, mix_ids
+from lightning_pipe.recsys.dynamic.tables.row_dump import RowCommit, restore_original_row_ids
 from lightning_pipe.recsys.kernels.row_adam import RowAdam
 from lightning_pipe.recsys.modules.dynamic_modules import ExistingRows
 
@@ -59,7 +59,7 @@ class BatchRows:
         for cache, ticket in self._tickets:
             cache.reset_expired_rows(ticket, self.tables.trained_step)
 
-    def end(self, trained: bool) -> None:
+    def release(self, trained: bool) -> None:
         """Release the rows after training, or because they will not be trained. A second call has no effect."""
         tickets, self._tickets = self._tickets, []
         for cache, ticket in tickets:
@@ -74,7 +74,7 @@ class BatchRows:
 def end_lookups(batches: Sequence[BatchRows], trained: bool) -> None:
     """End all lookups of one step, in which a module may have been called several times."""
     for rows in batches:
-        rows.end(trained)
+        rows.release(trained)
     if trained:
         for tables in {id(rows.tables): rows.tables for rows in batches}.values():
             tables.count_step_and_commit()
@@ -114,7 +114,7 @@ class RowTables:
         self._uncommitted = 0
         self._module_seed = self._seed = seed
         self._reseed = reseed
-        self._existing_rows: ExistingRows = existing_rows if store.base.store_state.committed > 0 else "keep"
+        self._existing_rows: ExistingRows = existing_rows if store.base.current_state.committed > 0 else "keep"
         # True if the store may differ from the last commit.
         self._changed = False
         # The keys of a table are adjacent, so its ids are one contiguous slice of the values.
@@ -185,7 +185,7 @@ class RowTables:
             for cache, ticket in tickets:
                 cache.end_untrained(ticket)
             return BatchRows(None, (), self, error)
-        return BatchRows(copy_with_tensors(features, values=on_device), tickets, self)
+        return BatchRows(copy_kjt_with_tensors(features, values=on_device), tickets, self)
 
     def _apply_existing_rows_option(self) -> None:
         """Apply *existing_rows* to rows of an earlier run, before their first use and if no checkpoint was read."""
@@ -254,7 +254,7 @@ class RowTables:
 
     def create_commit(self) -> RowCommit:
         """Prepare a commit and a checkpoint of the current rows. Collective. Waits for an earlier one."""
-        self._run_on_all_ranks(self._ready)
+        self._run_on_all_ranks(self._wait_for_commit_and_flush_writes)
         self._uncommitted, self._due = 0, False
         self._dump = RowCommit(
             self.caches,
@@ -276,7 +276,7 @@ class RowTables:
             self._dump.wait_or_abandon()
             self._dump = None
 
-    def _ready(self) -> None:
+    def _wait_for_commit_and_flush_writes(self) -> None:
         """Wait for a commit, and write evictions that it has held back."""
         self._wait_for_background_commit()
         self._store.flush_writes()
@@ -284,8 +284,8 @@ class RowTables:
 
     def rows(self, table: str, since: int = 0) -> Iterator[StoredRows]:
         """Yield this rank's rows of a table in chunks, in any order, as of the last trained batch."""
-        self._ready()
-        return map(with_original_ids, self.caches[table].flush_and_scan_rows(since=since))
+        self._wait_for_commit_and_flush_writes()
+        return map(restore_original_row_ids, self.caches[table].flush_and_scan_rows(since=since))
 
     def write_row_files(self, folder: Path, since: int = 0) -> None:
         """Write this rank's rows to files; see ``rows``. In addition, ``read`` needs the result of :meth:`progress`."""
@@ -331,7 +331,7 @@ class RowTables:
 
     def purge(self) -> int:
         """Erase expired rows and return their number. Scans the whole store."""
-        self._ready()
+        self._wait_for_commit_and_flush_writes()
         self._changed = True
         return sum(cache.erase_expired_rows(self.step) for cache in self.caches.values())
 
@@ -360,7 +360,7 @@ class RowTables:
             self._store.base.erase(table, keys)
 
     def _store_rows_owned_by_rank(self, cache: RowCache, rows: StoredRows, with_states: bool) -> None:
-        mixed = mix(rows.ids)
+        mixed = mix_ids(rows.ids)
         local_rows = get_owned_id_mask(mixed, self._ranks, self.group.rank()).nonzero()[:, 0]
         if not len(local_rows):
             return

@@ -20,11 +20,15 @@ from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.types import Awaitable, LazyAwaitable, ShardingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from lightning_pipe._compat.torchrec import copy_with_tensors, create_input_dists_keeping_ids, kernels_of
+from lightning_pipe._compat.torchrec import (
+    copy_kjt_with_tensors,
+    create_input_dists_keeping_ids,
+    iter_lookup_kernels_with_tables,
+)
 from lightning_pipe.engine.common.errors import InputError, SetupError
 from lightning_pipe.engine.ranks.object_collectives import all_reduce_any_async, raise_gathered
 from lightning_pipe.engine.runtime.record_stream import record_stream
-from lightning_pipe.recsys.dynamic.tables.id_mixing import mix
+from lightning_pipe.recsys.dynamic.tables.id_mixing import mix_ids
 from lightning_pipe.recsys.dynamic.tables.row_tables import BatchRows, RowTables, end_lookups
 from lightning_pipe.recsys.kernels.row_adam import get_attached_row_optimizer
 from lightning_pipe.recsys.modules.dynamic_modules import (
@@ -65,7 +69,7 @@ class ShardedDynamicModule:
 
     def table_columns(self) -> Iterator[tuple[str, list[str], list[torch.Tensor]]]:
         """Yield this rank's tables in the order of the distributed features."""
-        for fused, tables in kernels_of(self):
+        for fused, tables in iter_lookup_kernels_with_tables(self):
             row_adam = get_attached_row_optimizer(fused)
             states = fused.split_optimizer_states() if row_adam is None else row_adam.states
             for index, (table, weights) in enumerate(zip(tables, fused.split_embedding_weights(), strict=True)):
@@ -121,11 +125,11 @@ class ShardedDynamicModule:
         any_failed = all_reduce_any_async(error is not None, self.row_tables.group)
         slots = rows.features
         if slots is None:
-            slots = copy_with_tensors(input[0], values=torch.zeros_like(input[0].values()))
+            slots = copy_kjt_with_tensors(input[0], values=torch.zeros_like(input[0].values()))
         record_stream(slots)
         output: LazyAwaitable[Any] = super().compute_and_output_dist(ctx, KJTList([slots]))  # type: ignore[misc]
         if not trains:
-            rows.end(trained=False)
+            rows.release(trained=False)
 
         def raise_if_any_rank_failed(embeddings: Any) -> Any:
             if any_failed():
@@ -169,7 +173,7 @@ def copy_with_mixed_ids(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
     ids = features.values()
     if ids.dtype not in (torch.int64, torch.int32):
         raise InputError(f"ids of a dynamic table are {ids.dtype}; expected int64 or int32. Convert the ids")
-    return copy_with_tensors(features, values=mix(ids.to(torch.int64)))
+    return copy_kjt_with_tensors(features, values=mix_ids(ids.to(torch.int64)))
 
 
 # ---------------------------------------------------------------------- sharders

@@ -11,8 +11,8 @@ from lightning_pipe.recsys.dynamic.store.record_bytes import (
     KEY_BYTES,
     decode_keys,
     encode_keys,
-    join_records,
-    split_records,
+    join_bytes_to_records,
+    split_records_to_bytes,
 )
 
 INT64 = st.integers(-(2**63), 2**63 - 1)
@@ -34,9 +34,9 @@ def test_strings_sort_by_table_and_then_as_numbers_do(one: tuple[int, int], othe
 @pytest.mark.parametrize(("count", "width"), [(0, 5), (1, 5), (7, 136)])
 def test_records_come_back(count: int, width: int) -> None:
     records = np.random.default_rng(0).integers(0, 256, (count, width), dtype=np.uint8)
-    np.testing.assert_array_equal(join_records(split_records(records), width), records)
+    np.testing.assert_array_equal(join_bytes_to_records(split_records_to_bytes(records), width), records)
 
 
 def test_records_of_another_width_are_an_error() -> None:
     with pytest.raises(ValueError, match="2 records have 7 bytes in total, expected 4 bytes each"):
-        join_records([b"abcd", b"efg"], 4)
+        join_bytes_to_records([b"abcd", b"efg"], 4)

@@ -94,7 +94,7 @@ def test_a_commit_survives_and_what_came_after_it_does_not(folder: Path) -> None
     store.erase("a", EDGES[:3])
     store.close()
     store = open_store(folder)
-    assert store.store_state == StoreState(1, None)
+    assert store.current_state == StoreState(1, None)
     assert store.notes() == {"step": "7"}
     records, found = store.read("a", np.append(EDGES, 5))
     assert found.tolist() == [True] * len(EDGES) + [False]
@@ -127,9 +127,9 @@ def test_a_prepared_version_is_taken_or_forgotten_as_asked(folder: Path, forward
     store.prepare_commit(2, {"step": "2"})
     store.close()
     store = RocksDbStore(folder, {"a": WIDTH, "b": 8}, {"a": {"dimension": 9}})
-    assert store.store_state == StoreState(1, 2)
+    assert store.current_state == StoreState(1, 2)
     store.recover(2 if forward else 1)
-    assert store.store_state == StoreState(2 if forward else 1, None)
+    assert store.current_state == StoreState(2 if forward else 1, None)
     assert store.notes() == {"step": "2" if forward else "1"}
     assert size(store, "a") == (3 if forward else 2)
     commit(store)
@@ -156,7 +156,7 @@ def test_the_run_it_belongs_to_is_remembered(folder: Path) -> None:
     store.write_identity(RankStoreIdentity("abc", 1, 4))
     store.close()
     store = open_store(folder)
-    assert store.store_state.part == RankStoreIdentity("abc", 1, 4)
+    assert store.current_state.part == RankStoreIdentity("abc", 1, 4)
     store.close()
 
 

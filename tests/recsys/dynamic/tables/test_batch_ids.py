@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from lightning_pipe._compat.torchrec import copy_with_tensors
+from lightning_pipe._compat.torchrec import copy_kjt_with_tensors
 from lightning_pipe.engine.common.errors import InputError
 from lightning_pipe.recsys.dynamic.cache.id_map import DeviceIdMap
 from lightning_pipe.recsys.dynamic.cache.initial_values import InitialValues
@@ -50,7 +50,7 @@ class Tables:
         ids = torch.tensor([*t, *s, *u])
         features = KeyedJaggedTensor(["t", "s", "u"], ids, lengths=torch.tensor([len(t), len(s), len(u)])).sync()
         if traffic is not None:
-            features = copy_with_tensors(features, values=on_far(ids))
+            features = copy_kjt_with_tensors(features, values=on_far(ids))
             traffic.to_host.clear()
             traffic.to_device.clear()
         return self.rows.prefetch(features)
@@ -80,20 +80,20 @@ def test_a_batch_is_one_copy_in_each_direction_for_all_tables(id_map_device: str
             assert len(traffic.to_device) == 1
             if id_map_device == "device" and t == [3]:
                 assert traffic.to_device == [0]
-            batch.end(trained=False)
+            batch.release(trained=False)
             del batch
 
 
 def test_changes_of_a_batch_that_failed_are_made_with_the_next(way: str) -> None:
     tables = Tables(torch.device("cpu"))
-    tables.prefetch([1, 2], [3, 4], [7]).end(trained=False)
+    tables.prefetch([1, 2], [3, 4], [7]).release(trained=False)
     # The first table evicts and creates rows; the second one has too few.
     failed = tables.prefetch([5, 6, 1], [2, 8], list(range(7)))
     assert isinstance(failed.error, InputError)
     for t, s, u in [([5, 3, 9], [1], [7]), ([4, 2], [8, 6], [0, 7])]:
         batch = tables.prefetch(t, s, u)
         assert tables.first_weights(batch) == [*t, *s, *u]
-        batch.end(trained=False)
+        batch.release(trained=False)
 
 
 @pytest.mark.parametrize("method", ["read", "write"])
@@ -102,7 +102,7 @@ def test_ids_on_the_device_are_looked_up_again_after_the_store_has_failed(method
     for first in (1, 11, 21):
         batch = tables.prefetch([first, first + 1], [first + 2], [first])
         batch.begin_batch_and_count_ids()
-        batch.end(trained=True)
+        batch.release(trained=True)
         tables.store.failing = {method}
         failed = tables.prefetch([first + 5, first + 6, first + 7], [first + 8], [first])
         assert isinstance(failed.error, OSError)

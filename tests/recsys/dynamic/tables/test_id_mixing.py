@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_pipe.recsys.dynamic.tables.id_mixing import mix, unmix
+from lightning_pipe.recsys.dynamic.tables.id_mixing import mix_ids, unmix_ids
 
 INT64 = st.integers(-(2**63), 2**63 - 1)
 
@@ -15,8 +15,8 @@ INT64 = st.integers(-(2**63), 2**63 - 1)
 @given(st.lists(INT64, max_size=50))
 def test_what_is_mixed_comes_back(ids: list[int]) -> None:
     tensor = torch.tensor(ids, dtype=torch.int64)
-    assert unmix(mix(tensor)).tolist() == ids
-    assert mix(unmix(tensor)).tolist() == ids
+    assert unmix_ids(mix_ids(tensor)).tolist() == ids
+    assert mix_ids(unmix_ids(tensor)).tolist() == ids
     assert tensor.tolist() == ids
 
 
@@ -25,7 +25,7 @@ def test_it_is_the_finalizer_of_splitmix64() -> None:
     increment = 0x9E3779B97F4A7C15
     states = [(1234567 + (number + 1) * increment) % 2**64 for number in range(3)]
     signed = torch.tensor([state - 2**64 if state >= 2**63 else state for state in states])
-    found = [value % 2**64 for value in mix(signed).tolist()]
+    found = [value % 2**64 for value in mix_ids(signed).tolist()]
     assert found == [6457827717110365317, 3203168211198807973, 9817491932198370423]
 
 
@@ -33,5 +33,5 @@ def test_it_is_the_finalizer_of_splitmix64() -> None:
 def test_regular_ids_are_spread_evenly(step: int) -> None:
     ids = torch.arange(4096) * step
     for ranks in (2, 3, 8):
-        counts = torch.bincount(mix(ids).remainder(ranks), minlength=ranks)
+        counts = torch.bincount(mix_ids(ids).remainder(ranks), minlength=ranks)
         assert counts.max() < 1.2 * 4096 / ranks
