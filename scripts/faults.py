@@ -111,8 +111,8 @@ FAULTS = [
     ),
     Fault(
         "engine/runtime/executor.py",
-        "self._get_slot(slot.iteration - distance).done",
-        "self._slot(slot.iteration).done",
+        "self._get_slot_of_iteration(slot.iteration - distance).done",
+        "self._get_slot_of_iteration(slot.iteration).done",
         "engine/runtime/test_executor.py::test_a_task_waits_for_a_worker_at_an_earlier_iteration",
     ),
     Fault(

@@ -197,7 +197,7 @@ def status_messages(plan: str) -> tuple[int, int]:
 
     class Watching(Callback):
         def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-            self.group = trainer.fit_loop.epoch_loop.statuses.group  # type: ignore[attr-defined]
+            self.group = trainer.fit_loop.epoch_loop.status_exchange.group  # type: ignore[attr-defined]
 
     watching = Watching()
     all_reduce: Any = dist.all_reduce
