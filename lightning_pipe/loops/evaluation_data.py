@@ -309,7 +309,7 @@ class EvaluationData(Iterator[Any]):
                 in_sequence = self._fetcher.combined_loader._mode == "sequential" and len(self._batches_of) > 1
                 results.dataloader_idx = self._loader if in_sequence else None
             with strategy.announce_collectives_to_ranks(coordinator, self._step):
-                logged = coordinator.join_announced_collectives(strategy.join_announced_collective)
+                logged = coordinator.join_collectives_of_other_ranks(strategy.join_collective_of_other_rank)
             if results is not None:
                 # An unsynced value belongs to this rank. Without own batches, take the other rank's value.
                 register_remote_logged_values(

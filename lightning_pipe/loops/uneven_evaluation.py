@@ -111,7 +111,7 @@ class UnevenBatchCoordinator:
 
     # ------------------------------------------------------------------ a rank without it
 
-    def join_announced_collectives(self, do: Callable[[str, Any], None]) -> list[LoggedValue]:
+    def join_collectives_of_other_ranks(self, do: Callable[[str, Any], None]) -> list[LoggedValue]:
         """Take part in the announced collectives until the batch ends."""
         while True:
             kind, collective, detail = self._gather_announced_collectives(None)

@@ -193,7 +193,7 @@ class DistributedStrategy(DDPStrategy):
         finally:
             self._coordinator = None
 
-    def join_announced_collective(self, action: str, payload: object) -> None:
+    def join_collective_of_other_rank(self, action: str, payload: object) -> None:
         """Start an announced collective with empty input. A barrier, the only one here, needs nothing."""
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:

@@ -345,13 +345,13 @@ def take_turns(rank: int, world_size: int) -> dict[str, Any]:
             found[f"{operation} of integers"] = float(turn.reduce_tensor(torch.tensor(rank), operation))
             turn.announce_batch_end()
         else:
-            turn.join_announced_collectives(lambda what, detail: done.append((what, detail)))
+            turn.join_collectives_of_other_ranks(lambda what, detail: done.append((what, detail)))
     found["joined"] = done
 
     def failing(name: str, step: Any) -> None:
         turn = UnevenBatchCoordinator(group, have, "a batch")
         try:
-            step(turn) if turn.rank_has_batch else turn.join_announced_collectives(lambda what, detail: None)
+            step(turn) if turn.rank_has_batch else turn.join_collectives_of_other_ranks(lambda what, detail: None)
             turn.announce_batch_end() if turn.rank_has_batch else None
         except InputError as error:
             if turn.rank_has_batch:

@@ -342,7 +342,7 @@ class SWPipeline:
     # ------------------------------------------------------------------ shortcuts
 
     @property
-    def replayed_tasks(self) -> tuple[str, ...]:
+    def shortcut_tasks(self) -> tuple[str, ...]:
         """Names of the replayed tasks."""
         return tuple(op.name for op in self._executor.operations if isinstance(op.fn, Shortcut))
 

@@ -294,7 +294,7 @@ class BatchBalancer:
             ) from error
 
     def _workloads(self, batch: Any, samples: Samples) -> torch.Tensor:
-        workloads = samples.count_ids() if self._workload is None else self._workload(batch)
+        workloads = samples.count_ids_per_sample() if self._workload is None else self._workload(batch)
         counts = isinstance(workloads, torch.Tensor) and workloads.dim() == 1 and not workloads.is_complex()
         if not counts or len(workloads) not in (samples.num_samples, samples.num_rows):
             raise InputError(

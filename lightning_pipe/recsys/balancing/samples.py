@@ -63,7 +63,7 @@ class Samples:
         """Number of ids of each real sample, for each jagged tensor."""
         return [jagged.totals[: self.num_samples] for jagged in self._jagged]
 
-    def count_ids(self) -> Tensor:
+    def count_ids_per_sample(self) -> Tensor:
         """Number of ids of each real sample, summed over all KeyedJaggedTensors."""
         totals = [
             jagged.totals[: self.num_samples] for jagged in self._jagged if isinstance(jagged.piece, KeyedJaggedTensor)

@@ -13,7 +13,7 @@ from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, Emb
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
 from lightning_pipe.engine.common.errors import SetupError
-from lightning_pipe.engine.common.options import check_choice, check_whole_number
+from lightning_pipe.engine.common.options import check_booleans, check_choice, check_whole_number
 
 ExistingRows = Literal["refuse", "keep", "forget"]
 IdMapDevice = Literal["host", "device"]
@@ -84,6 +84,7 @@ class RowStorageOptions:
     check_nan: bool = False
     existing_rows: ExistingRows = "refuse"
     id_map_device: IdMapDevice = "host"
+    direct_reads: bool = False
 
 
 class _DynamicModuleMixin:
@@ -100,6 +101,7 @@ class _DynamicModuleMixin:
         self.dynamic_tables = {table.name: table for table in dynamic_tables}
         check_choice(f"existing_rows of {type(self).__name__}", storage.existing_rows, get_args(ExistingRows))
         check_choice(f"id_map_device of {type(self).__name__}", storage.id_map_device, get_args(IdMapDevice))
+        check_booleans(direct_reads=storage.direct_reads)
         self.storage = storage
         return dynamic_tables
 
@@ -133,6 +135,8 @@ class DynamicEmbeddingBagCollection(_DynamicModuleMixin, EmbeddingBagCollection)
         existing_rows: treatment of rows that an earlier run has left in the store, if no checkpoint is loaded:
             ``refuse`` to continue (default), ``keep`` them, or ``forget`` them.
         id_map_device: ``host`` to look ids up in host memory (default), or ``device`` for the device of the tables.
+        direct_reads: True to read rows from the disk without the operating system's page cache (default False), which
+            then takes no memory and cannot hide how long reads take. The file system must support it; tmpfs does not.
 
     Raises:
         SetupError: a table is invalid.
@@ -149,10 +153,12 @@ class DynamicEmbeddingBagCollection(_DynamicModuleMixin, EmbeddingBagCollection)
         check_nan: bool = False,
         existing_rows: ExistingRows = "refuse",
         id_map_device: IdMapDevice = "host",
+        direct_reads: bool = False,
     ) -> None:
-        dynamic_tables = self._set_tables_and_storage(
-            tables, RowStorageOptions(Path(store), seed, commit_every, check_nan, existing_rows, id_map_device)
+        storage = RowStorageOptions(
+            Path(store), seed, commit_every, check_nan, existing_rows, id_map_device, direct_reads
         )
+        dynamic_tables = self._set_tables_and_storage(tables, storage)
         super().__init__(
             tables=[
                 EmbeddingBagConfig(
@@ -175,7 +181,7 @@ class DynamicEmbeddingCollection(_DynamicModuleMixin, EmbeddingCollection):
     Args:
         tables: a list of :class:`DynamicTable`, or of mappings of its attributes; all with the same ``embedding_dim``.
         store: see :class:`DynamicEmbeddingBagCollection`, also for *seed*, *commit_every*, *check_nan*,
-            *existing_rows* and *id_map_device*.
+            *existing_rows*, *id_map_device* and *direct_reads*.
 
     Raises:
         SetupError: a table is invalid.
@@ -191,10 +197,12 @@ class DynamicEmbeddingCollection(_DynamicModuleMixin, EmbeddingCollection):
         check_nan: bool = False,
         existing_rows: ExistingRows = "refuse",
         id_map_device: IdMapDevice = "host",
+        direct_reads: bool = False,
     ) -> None:
-        dynamic_tables = self._set_tables_and_storage(
-            tables, RowStorageOptions(Path(store), seed, commit_every, check_nan, existing_rows, id_map_device)
+        storage = RowStorageOptions(
+            Path(store), seed, commit_every, check_nan, existing_rows, id_map_device, direct_reads
         )
+        dynamic_tables = self._set_tables_and_storage(tables, storage)
         super().__init__(
             tables=[EmbeddingConfig(**_get_table_config_kwargs(table)) for table in dynamic_tables],
             device=torch.device("meta"),

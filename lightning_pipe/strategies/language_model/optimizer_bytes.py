@@ -29,7 +29,7 @@ def compute_optimizer_bytes_per_piece(module: PipelineModule, config: PPModuleCo
     model = module.model
     assert model is not None
     small = copy_model_sharing_tensors(model)
-    large = _shrink_parameters(small)
+    large = _replace_parameters_by_small_ones(small)
     module.model = small
     try:
         configured: Any = module.configure_optimizers()
@@ -63,7 +63,7 @@ def sum_by_model_piece(sizes: Mapping[str, int], config: PPModuleConfig) -> Mode
     )
 
 
-def _shrink_parameters(model: nn.Module) -> dict[int, torch.Size]:
+def _replace_parameters_by_small_ones(model: nn.Module) -> dict[int, torch.Size]:
     """Replace a model's parameters by small ones, in place, and return the original shapes by the new ones' ids."""
     replacements: dict[int, Tensor] = {}
     shapes: dict[int, torch.Size] = {}

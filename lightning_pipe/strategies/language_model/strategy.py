@@ -390,13 +390,13 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
         self._coordinator.announce_collective(step, move_data_to_device(batch, torch.device("cpu")))
         return None
 
-    def join_announced_collective(self, action: str, payload: Any) -> None:
+    def join_collective_of_other_rank(self, action: str, payload: Any) -> None:
         """Run a batch of another pipeline without counting it.
 
         The stages of the other pipeline may gather parameters from this rank.
         """
         if action not in ("run", "predict"):
-            super().join_announced_collective(action, payload)
+            super().join_collective_of_other_rank(action, payload)
             return
         with self.precision_plugin.forward_context():
             self._pipeline_components.runs.run_uncounted(

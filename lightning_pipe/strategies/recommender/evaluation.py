@@ -118,7 +118,7 @@ class RecsysEvaluation:
             finally:
                 rewrite.detach()
 
-    def join_announced_lookup(self, detail: Any) -> None:
+    def join_lookup_of_other_rank(self, detail: Any) -> None:
         """Take part in another rank's lookup with empty features, inside :meth:`announce_lookups_to_ranks`."""
         rewrite = next(candidate for candidate in self._turn_rewrites.values() if candidate.is_attached)
         with self._precision.forward_context():

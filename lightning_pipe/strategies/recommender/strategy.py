@@ -507,13 +507,13 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
         ):
             yield
 
-    def join_announced_collective(self, action: str, payload: Any) -> None:
+    def join_collective_of_other_rank(self, action: str, payload: Any) -> None:
         """Take part with empty input in a collective that another rank has announced."""
         if action.startswith(LOOKUP):
             assert self._evaluation is not None
-            self._evaluation.join_announced_lookup(payload)
+            self._evaluation.join_lookup_of_other_rank(payload)
         else:
-            super().join_announced_collective(action, payload)
+            super().join_collective_of_other_rank(action, payload)
 
     # ------------------------------------------------------------------ begin and end of training and evaluations
 

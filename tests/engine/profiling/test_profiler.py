@@ -160,7 +160,7 @@ def test_what_was_trained_is_put_back_also_after_an_error(clock: Clock) -> None:
     TaskProfiler(pipeline, [0], weight, rounds=2, iterations=2).profile_many()
     assert weight.value == 0
     assert weight.kept >= 1
-    assert (pipeline.replayed_tasks, pipeline.in_flight) == ((), ())
+    assert (pipeline.shortcut_tasks, pipeline.in_flight) == ((), ())
 
     def fail(ctx: IterContext) -> None:
         weight.value += 1

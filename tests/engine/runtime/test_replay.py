@@ -56,7 +56,7 @@ def test_a_task_runs_once_more_and_is_then_replayed() -> None:
     batches = iter(range(1, 20))
     trained(pipeline, 2, batches)
     pipeline.enable_shortcut("fill")
-    assert pipeline.replayed_tasks == ("fill",)
+    assert pipeline.shortcut_tasks == ("fill",)
     contexts = trained(pipeline, 3, batches)
     assert task.runs == 3
     assert [(ctx.batch, ctx.found[0].tolist()) for ctx in contexts] == [(30, [3.0, 3.0])] * 3
@@ -64,7 +64,7 @@ def test_a_task_runs_once_more_and_is_then_replayed() -> None:
     pipeline.disable_shortcut()
     (ctx,) = trained(pipeline, 1, batches)
     assert (ctx.batch, task.runs) == (60, 4)
-    assert not pipeline.replayed_tasks
+    assert not pipeline.shortcut_tasks
 
 
 def test_a_replayed_task_is_not_begun_by_the_caller() -> None:
@@ -226,7 +226,7 @@ def test_an_unknown_task_a_task_that_cannot_be_replayed_and_an_open_period_are_r
         pipeline.enable_shortcut("stop")
     with pytest.raises(PlanError, match="'step' cannot be replayed, since its neighbors would wait"):
         pipeline.enable_shortcut("other", "step")
-    assert pipeline.replayed_tasks == ()
+    assert pipeline.shortcut_tasks == ()
     with pytest.raises(PlanError, match="no task 'stop'"):
         pipeline.disable_shortcut("stop")
     batches: Iterator[int] = repeat(0)

@@ -46,7 +46,7 @@ def test_each_task_is_refused_and_says_why(which: str) -> None:
             assert task.not_replayable
             with pytest.raises(PlanError, match=f"{name!r} cannot be replayed, since {task.not_replayable}"):
                 pipeline.enable_shortcut(name)
-        assert pipeline.replayed_tasks == ()
+        assert pipeline.shortcut_tasks == ()
 
 
 class Shortcut(pl.Callback):

@@ -70,6 +70,7 @@ class RocksDbStore(RowStore):
         readers: int = 8,
         write_buffer: int = 64 * _MB,
         block_cache: int = 32 * _MB,
+        direct_reads: bool = False,
     ) -> None:
         self._widths = dict(widths)
         self._numbers = {table: number for number, table in enumerate(sorted(widths))}
@@ -77,7 +78,7 @@ class RocksDbStore(RowStore):
         self._folder = VersionedFolder(Path(path), described)
         self._notes: dict[str, str] = {}
         self._prepared_notes: dict[str, str] = {}
-        self._options = _create_rocksdb_options(write_buffer, block_cache)
+        self._options = _create_rocksdb_options(write_buffer, block_cache, direct_reads)
         self._unlogged = WriteOptions()
         self._unlogged.disable_wal = True  # type: ignore[method-assign, assignment]  # its stub is wrong
         self._open: Rdict | None = None
@@ -247,7 +248,7 @@ class RocksDbStore(RowStore):
             raise
 
 
-def _create_rocksdb_options(write_buffer: int, block_cache: int) -> Options:
+def _create_rocksdb_options(write_buffer: int, block_cache: int, direct_reads: bool) -> Options:
     blocks = BlockBasedOptions()
     blocks.set_block_cache(Cache(block_cache))
     # Looking up a key that does not exist then usually costs no read.
@@ -265,6 +266,7 @@ def _create_rocksdb_options(write_buffer: int, block_cache: int) -> Options:
     options.set_keep_log_file_num(1)
     options.set_bytes_per_sync(_MB)
     options.set_advise_random_on_open(True)
+    options.set_use_direct_reads(direct_reads)
     return options
 
 

@@ -77,7 +77,7 @@ def open_rows(
         table: HEADER_BYTES + sum(column[:1].numel() * column.element_size() for column in tensors)
         for table, tensors in columns.items()
     }
-    store = open_store_at_newest_version(lambda: open_store(path, widths, description), group)
+    store = open_store_at_newest_version(lambda: open_store(path, widths, description, storage.direct_reads), group)
     shared = SharedStore(store)
     try:
         module_seed = seed if storage.seed is None else storage.seed
@@ -115,8 +115,8 @@ def open_rows(
     return rows
 
 
-def open_store(path: Path, widths: Mapping[str, int], description: Any) -> RowStore:
-    """Open a rank's store, without settling it."""
+def open_store(path: Path, widths: Mapping[str, int], description: Any, direct_reads: bool = False) -> RowStore:
+    """Create a rank's store, which must be recovered before it is used."""
     try:
         from lightning_pipe.recsys.dynamic.store.rocksdb_store import RocksDbStore
     except ImportError as error:
@@ -124,7 +124,7 @@ def open_store(path: Path, widths: Mapping[str, int], description: Any) -> RowSt
             f"dynamic tables keep their rows in RocksDB, whose package cannot be imported: {error}. Install"
             " lightning-pipe[dynamic]"
         ) from error
-    return RocksDbStore(path, widths, description)
+    return RocksDbStore(path, widths, description, direct_reads=direct_reads)
 
 
 def _create_row_optimizers(
