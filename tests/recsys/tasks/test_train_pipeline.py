@@ -193,7 +193,7 @@ def test_the_memory_of_a_batch_is_freed_when_it_is_trained(plan: str) -> None:
         refs = alive.setdefault(ctx.iter_idx, [])
         tensors = [ctx.batch.dense, ctx.batch.sparse.values()]
         if task.name == "EmbForward":
-            tensors += [cut.source for cut in ctx.embeddings.cuts()]
+            tensors += [cut.source for cut in ctx.embeddings.iterate_autograd_cuts()]
         refs += [("tensor", weakref.ref(tensor)) for tensor in tensors]
         refs += [
             (name, weakref.ref(value))
