@@ -84,9 +84,38 @@ def require_matplotlib(path: Path) -> None:
         )
 
 
+@dataclass(frozen=True)
+class TimelinePanel:
+    """A timeline in a picture.
+
+    Args:
+        title: text above the timeline.
+        timeline: its bars.
+        ends: ends of batches, in seconds on the clock of the bars. The first and the last one limit what is shown.
+    """
+
+    title: str
+    timeline: Timeline
+    ends: Sequence[float] = ()
+
+
 def draw_timeline(timeline: Timeline, path: Path, title: str, ends: Sequence[float] = ()) -> None:
     """Draw *timeline* to a file. The suffix selects the format (``.png``, ``.svg``, ``.pdf``)."""
-    figure = _Drawing(timeline, title, ends).figure()
+    draw_timelines([TimelinePanel(title, timeline, ends)], path)
+
+
+def draw_timelines(panels: Sequence[TimelinePanel], path: Path) -> None:
+    """Draw timelines below each other to a file, with the same scale of time."""
+    from matplotlib.figure import Figure
+
+    milliseconds = max((1e3 * (panel.ends[-1] - panel.ends[0]) for panel in panels if panel.ends), default=0.0)
+    drawings = [_Drawing(panel.timeline, panel.title, panel.ends, milliseconds) for panel in panels]
+    heights = [max(1.0, drawing.height) for drawing in drawings]
+    figure = Figure(figsize=(_WIDTH, 0.7 + sum(heights) + 1.0 * len(heights)), dpi=110, layout="constrained")
+    all_axes = figure.subplots(len(drawings), squeeze=False, height_ratios=heights)[:, 0]
+    for drawing, axes in zip(drawings, all_axes, strict=True):
+        drawing.draw(axes)
+    drawings[0].draw_legend(figure)
     with atomic_write(path) as unfinished:
         figure.savefig(unfinished)
 
@@ -97,7 +126,9 @@ def without_mathtext(text: str) -> str:
 
 
 class _Drawing:
-    def __init__(self, timeline: Timeline, title: str, ends: Sequence[float]) -> None:
+    """One timeline of a picture, at least as wide as *milliseconds*."""
+
+    def __init__(self, timeline: Timeline, title: str, ends: Sequence[float], milliseconds: float) -> None:
         self._timeline = timeline
         self._title = title
         self._ends = ends
@@ -123,15 +154,17 @@ class _Drawing:
             for wait in timeline.critical_waits
             if wait.end > self._begin and wait.start < self._end and (wait.rank, wait.lane) in self._rows
         ]
+        self._milliseconds = max(milliseconds, 1e3 * (self._end - self._begin), 1e-6)
         # Width of the rows within the picture.
         self._inches = _WIDTH - 2.6
 
-    def figure(self) -> Figure:
-        from matplotlib.figure import Figure
+    @property
+    def height(self) -> float:
+        """Height of the rows in inches."""
+        return self._tops[-1]
 
-        height = 1.7 + max(1.0, self._tops[-1])
-        figure = Figure(figsize=(_WIDTH, height), dpi=110, layout="constrained")
-        axes = figure.subplots()
+    def draw(self, axes: Axes) -> None:
+        """Draw everything but the legend."""
         for position in self._seen:
             if position in self._timeline.enclosing_bar_positions:
                 self._draw_enclosing_task(axes, self._timeline.bars[position])
@@ -142,8 +175,6 @@ class _Drawing:
         for moment in self._ends[1:-1]:
             axes.axvline(self._to_ms_since_begin(moment), color=_TEXT, linewidth=0.8, linestyle=_ENDS, zorder=0.5)
         self._draw_frame(axes)
-        self._draw_legend(figure)
-        return figure
 
     def _draw_bar(self, axes: Axes, position: int) -> None:
         from matplotlib.patches import Rectangle
@@ -175,9 +206,7 @@ class _Drawing:
                 (start, middle + high / 2 - 0.02), end - start, 0.07, color="black", linewidth=0, zorder=3
             )
             axes.add_patch(strip)
-        text, upwards = self._choose_bar_label(
-            bar, (end - start) / max(self._to_ms_since_begin(self._end), 1e-9) * self._inches, high
-        )
+        text, upwards = self._choose_bar_label(bar, (end - start) / self._milliseconds * self._inches, high)
         if text:
             axes.text(
                 (start + end) / 2,
@@ -278,7 +307,7 @@ class _Drawing:
         axes.set_yticks(middles, [without_mathtext(f"rank {rank} · {lane}") for rank, lane in self._rows])
         axes.tick_params(axis="y", length=0)
         axes.set_ylim(max(self._tops[-1], 1.0), 0)
-        axes.set_xlim(0, max(self._to_ms_since_begin(self._end), 1e-6))
+        axes.set_xlim(0, self._milliseconds)
         axes.set_xlabel("time, ms" + (f" (and {self._left_out} more rows)" if self._left_out else ""))
         axes.set_title(without_mathtext(self._title), loc="left", fontsize=11, fontweight="bold")
         axes.grid(axis="x", alpha=0.25)
@@ -308,7 +337,8 @@ class _Drawing:
                 reached = max(reached, end)
         return done / max(self._end - self._begin, 1e-9)
 
-    def _draw_legend(self, figure: Figure) -> None:
+    def draw_legend(self, figure: Figure) -> None:
+        """Draw the legend below all timelines of the picture."""
         from matplotlib.lines import Line2D
         from matplotlib.patches import Patch
 

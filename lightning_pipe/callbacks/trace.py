@@ -102,6 +102,18 @@ class PipelineTrace(CallbackWithProcessGroup):
         self._recording: TraceRecording | None = None
         self._folder = Path()
         self._evaluation_began: float | None = None
+        self._timeline: Timeline | None = None
+        self._batch_ends: list[float] = []
+
+    @property
+    def timeline(self) -> Timeline | None:
+        """Timeline of all ranks in the last recording, on rank 0; None before its end and on other ranks."""
+        return self._timeline
+
+    @property
+    def batch_ends(self) -> list[float]:
+        """Times at which the batches of :attr:`timeline` ended, in seconds on its clock, after that of its begin."""
+        return list(self._batch_ends)
 
     # ------------------------------------------------------------------ Lightning's hooks
 
@@ -202,6 +214,7 @@ class PipelineTrace(CallbackWithProcessGroup):
         if trainer.global_rank:
             return
         timeline = Timeline((bar for rank_bars, _ in bars_and_errors for bar in rank_bars), pipeline.plan.dependencies)
+        self._timeline, self._batch_ends = timeline, list(recording.ends)
         notes = {
             "plan": pipeline.plan.name,
             "strategy": type(trainer.strategy).__name__,

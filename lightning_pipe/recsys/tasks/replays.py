@@ -124,7 +124,7 @@ class RecsysReplayDeclarations:
                     add_to_kernel_iteration_counts(module, 1)
             for context in ctx.features.inputs.contexts.values():
                 if rows := getattr(context, "rows", None):
-                    rows.end(trained=False)
+                    rows.release(trained=False)
 
         return (
             DeclaredIO(

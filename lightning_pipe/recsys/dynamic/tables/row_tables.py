@@ -288,7 +288,7 @@ class RowTables:
         return map(restore_original_row_ids, self.caches[table].flush_and_scan_rows(since=since))
 
     def write_row_files(self, folder: Path, since: int = 0) -> None:
-        """Write this rank's rows to files; see ``rows``. In addition, ``read`` needs the result of :meth:`progress`."""
+        """Write this rank's rows to files, which :meth:`replace_rows_from_files` reads."""
         for table in self.caches:
             write_rows(folder, table, self.group.rank(), self._ranks, self.rows(table, since))
 
