@@ -6,7 +6,7 @@ BIN := .venv/bin
 TRAIN := .venv/.train-complete
 STAMP := .venv/.setup-complete
 
-.PHONY: setup train train-llm test test-all bench bench-all gpu docs lint format clean
+.PHONY: setup train demo train-llm test test-all bench bench-all gpu docs lint format clean
 
 setup: $(STAMP)
 
@@ -20,6 +20,10 @@ $(STAMP): $(TRAIN) requirements/test.txt
 
 train: $(TRAIN)
 	$(BIN)/lightning-pipe fit --config examples/recsys_movielens/prefetch.yaml $(ARGS)
+
+# The same training under three plans, with rows on this machine's disk, in about two minutes.
+demo: $(TRAIN)
+	$(BIN)/python -m examples.rows_on_disk.demo $(ARGS)
 
 train-llm: $(TRAIN)
 	$(BIN)/lightning-pipe fit --config examples/llm_text/1f1b.yaml $(ARGS)

@@ -8,8 +8,11 @@ warnings.filterwarnings("ignore", "Using a non-tuple sequence for multidimension
 warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)` is deprecated", module="lightning")
 
 
-def _is_no_advertisement(record: logging.LogRecord) -> bool:
-    return "Tip: " not in record.getMessage()
+def _concerns_the_reader(record: logging.LogRecord) -> bool:
+    message = record.getMessage()
+    return "Tip: " not in message and "is_fx_tracing will return true" not in message
 
 
-logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(_is_no_advertisement)
+# Lightning's hints at other products, and a warning about a call inside of TorchRec.
+for _name in ("lightning.pytorch.utilities.rank_zero", "torch.fx._symbolic_trace"):
+    logging.getLogger(_name).addFilter(_concerns_the_reader)

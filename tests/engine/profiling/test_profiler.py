@@ -5,6 +5,7 @@ Time is a clock that tasks move on, so that figures are exact.
 
 from __future__ import annotations
 
+import io
 import time
 from dataclasses import replace
 from typing import Any
@@ -28,6 +29,7 @@ from lightning_pipe.engine import (
     TaskProfiler,
     TaskSchedule,
 )
+from lightning_pipe.engine.profiling.profile import THIS_MACHINE
 
 
 class Clock:
@@ -283,3 +285,64 @@ def test_tasks_are_ranked_by_the_least_that_they_cost() -> None:
     assert profile.noise_warning == ""
     noisy = replace(profile, tasks={**tasks, "b": tasks["doubtful"], "c": tasks["doubtful"]})
     assert noisy.noise_warning.startswith("3 of 5 intervals contain 0 and are wide: too noisy to rank")
+
+
+# ---------------------------------------------------------------------- summary
+
+SURE = {"A": TaskProfile(0.004, 0.004, 0.003, 0.005), "B": TaskProfile(0.006, 0.0, -0.0001, 0.0001)}
+NOISE = {"A": TaskProfile(0.004, 0.001, -0.003, 0.005), "B": TaskProfile(0.006, 0.0, -0.004, 0.004)}
+HERE = {THIS_MACHINE: {"serial": 0.012, "base": 0.010, "prefetch": 0.008}, "elsewhere": {"serial": 0.02, "base": 0.01}}
+
+
+@pytest.mark.parametrize(
+    ("profile", "lines"),
+    [
+        (
+            ProfileResult("base", 0.01, SURE, 7, 10, predicted=HERE),
+            [
+                "A step takes 10.000 ms under the plan base; longest tasks: B 60 %, A 40 %.",
+                "A step would be shorter without A (30 to 50 %). The plan hides B.",
+                "Predicted: a plan can hide 4.000 of the serial plan's 12.000 ms; base hides 2.000 ms.",
+                "Next: try the plan 'prefetch'.",
+                "Predicted for the same step under serial / base: elsewhere 20.000 / 10.000 ms.",
+            ],
+        ),
+        (
+            ProfileResult("prefetch", 0.01, SURE, 7, 10, predicted=HERE),
+            [
+                *["A step takes 10.000 ms", "A step would be", "Predicted: a plan can hide 4.000"],
+                "Next: make A faster; no other plan hides more.",
+                "Predicted for the same step",
+            ],
+        ),
+        (
+            ProfileResult("base", 0.01, NOISE, 7, 10, busy=0.97, predicted=HERE),
+            [
+                "A step takes 10.000 ms",
+                "2 of 2 intervals contain 0 and are wide: too noisy to rank these tasks",
+                "The cores of this machine are busy for 97 % of the time: tasks wait for cores,",
+                "Predicted for the same step",
+            ],
+        ),
+        (ProfileResult("p", 0.01, {"A": TaskProfile(0.004)}), ["A step takes 10.000 ms", "No task was replayed"]),
+    ],
+    ids=["another plan", "this plan", "busy cores", "own times"],
+)
+def test_a_summary_has_at_most_five_lines_and_says_what_to_try_next(profile: ProfileResult, lines: list[str]) -> None:
+    summary = profile.summarize()
+    assert len(summary) <= 5
+    assert [line.startswith(begin) for line, begin in zip(summary, lines, strict=True)] == [True] * len(lines), summary
+    assert ProfileResult.from_json(profile.to_json()) == profile
+
+
+def test_the_table_is_left_out_if_its_intervals_rank_no_task_and_none_was_asked_for() -> None:
+    def printed(profile: ProfileResult, table: bool | None = None) -> str:
+        console = Console(width=200, record=True, file=io.StringIO())
+        console.print(profile.report(table))
+        return console.export_text()
+
+    sure, noisy = ProfileResult("p", 0.01, SURE, 7, 10), ProfileResult("p", 0.01, NOISE, 7, 10)
+    assert "95 %" in printed(sure)
+    assert "95 %" not in printed(sure, table=False)
+    assert "95 %" not in printed(noisy)
+    assert "95 %" in printed(noisy, table=True)

@@ -1,0 +1,1 @@
+"""A recommender whose rows are on a disk, under three plans."""
