@@ -321,7 +321,7 @@ def test_a_task_that_was_not_submitted_cannot_be_waited_for() -> None:
 def test_calls_that_do_not_fit_the_state_of_the_period_are_refused() -> None:
     with SWPipeline(make_plan([])) as pipeline:
         data = iter(range(9))
-        with pytest.raises(PlanError, match=r"no period is open; call begin\(data_iter\) first"):
+        with pytest.raises(PlanError, match=r"no period is open; call begin_period\(data_iter\) first"):
             pipeline.run_until("step")
         pipeline.begin_period(data)
         with pytest.raises(PlanError, match=r"period of iteration 0 is open; call finish_period\(\)"):

@@ -208,7 +208,7 @@ class RemovesFiles:
     def commit(self, group: Any, *, to_write: bool) -> None:
         """Nothing to commit."""
 
-    def write(self, folder: Path) -> None:
+    def write_files(self, folder: Path) -> None:
         place: Any = parse_local_or_remote_path(URL)
         (written,) = place.folders(re.compile(r"\.raced\.ckpt\..*"))
         (written / f"__{dist.get_rank()}_0.distcp").remove()
