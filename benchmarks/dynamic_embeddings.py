@@ -9,8 +9,6 @@ most 1.15, both under the same plan. With ``--part lookup`` it measures the forw
 plain ``EmbeddingBag`` with the same number of rows (aim: at most 1.2), and the map from ids to slots with all rows
 cached (aim: at most 25 ns per id).
 
-With ``--picture FILE`` it draws a timeline of some batches under the prefetch plan, after the rounds.
-
 ``--dense`` and ``--width`` set the number and the width of the layers of the dense part. The printed waiting time for
 the store's reads is the time that the prefetch can hide.
 """
@@ -38,15 +36,12 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from benchmarks.figures import Figure, add_options, at_most, quartiles, save
 from benchmarks.slow_store import SlowStore
-from lightning_pipe.callbacks.timeline_picture import draw_timeline
-from lightning_pipe.engine.observe.timeline import Timeline, task_bars
 from lightning_pipe.recsys import ShardedModel, TrainPipeline, shard_model
 from lightning_pipe.recsys.dynamic.tables import create_row_tables
 from lightning_pipe.recsys.dynamic.tables.id_mixing import mix_ids
 from lightning_pipe.recsys.modules.dynamic_modules import DynamicEmbeddingBagCollection, DynamicTable
 
 AHEAD = 3  # batches that the deepest plan works ahead
-DRAWN = 4  # batches in the picture
 CPU = torch.device("cpu")
 OPTIMIZER = {"class_path": "torchrec.optim.RowWiseAdagrad", "init_args": {"lr": 0.05}}
 TWO_AHEAD = Path(__file__).with_name("prefetch_two_ahead.yaml")
@@ -94,7 +89,6 @@ def main() -> None:
     parser.add_argument("--readers", type=int, default=16, help="records read in parallel")
     parser.add_argument("--block", type=int, default=12, help="batches per block")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--picture", type=Path, metavar="FILE", help="PNG or SVG timeline of the prefetch plan")
     add_options(parser)
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -243,25 +237,10 @@ def plans(folder: Path, options: argparse.Namespace) -> list[Figure]:
         low, middle, high = statistics.quantiles(ratios, n=4)
         print(f"{name} / {reference}: {middle:.3f} ({low:.3f} .. {high:.3f}), aim at most {aim}")
         figures.append(at_most(f"dynamic tables: step, {name} / {reference}", middle, aim, (low, high)))
-    if options.picture:
-        draw_turn(arms[1], [batch(ids, options) for _ in range(options.block)], options.picture)
     for arm in arms:
         arm.pipeline.close()
         arm.sharded.close()
     return figures
-
-
-def draw_turn(arm: Arm, batches: Sequence[Batch], path: Path) -> None:
-    """Draw a timeline of the middle of a block."""
-    engine = arm.pipeline.pipeline
-    engine.start_trace()
-    arm.turn(batches)
-    bars = task_bars(engine.stop_trace(), 0)
-    stepped = [bar for bar in bars if bar.name == "OptimStep"]
-    shown = stepped[len(stepped) // 2 - 1 :][: DRAWN + 1]
-    first, last = shown[1].iteration, shown[-1].iteration
-    title = f"plan {arm.name}: timeline of the training of batches {first} to {last}"
-    draw_timeline(Timeline(bars, engine.plan.dependencies), path, title, [bar.end for bar in shown])
 
 
 # ---------------------------------------------------------------------- lookup

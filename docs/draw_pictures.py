@@ -1,6 +1,6 @@
 """Draws the pictures of the docs: ``python docs/draw_pictures.py [NAME ...]``, in a clone, on a quiet machine.
 
-A picture shows the timeline of an example that PipelineTrace recorded, or the plot of a benchmark. Tables and timelines
+A picture shows the timeline of an example that PipelineTrace recorded, or is drawn by a script. Tables and timelines
 in text are checked by tests, which run the command above each of them.
 """
 
@@ -19,20 +19,20 @@ TIMELINES = {
     "stages_timeline": ("llm_text/1f1b.yaml", 12, 1),
     "pipe_timeline": ("in_process/transformer.yaml", 9, 2),
 }
-# Benchmark and its arguments.
-BENCHMARKS = {"rows_timeline": ("dynamic_embeddings", "--rows", "200000", "--latency", "60e-6", "--rounds", "2")}
+# Module with an option --picture, and its other arguments.
+SCRIPTS = {"demo": ("examples.rows_on_disk.demo",)}
 
 
 def main(names: list[str]) -> None:
     """Draw the pictures with these names; all pictures without names."""
-    for name in names or [*TIMELINES, *BENCHMARKS]:
+    for name in names or [*TIMELINES, *SCRIPTS]:
         picture = ROOT / "docs" / "pictures" / f"{name}.png"
         with tempfile.TemporaryDirectory() as folder:
             if name in TIMELINES:
                 _draw_timeline(*TIMELINES[name], Path(folder), picture)
             else:
-                module, *options = BENCHMARKS[name]
-                command = [sys.executable, "-m", f"benchmarks.{module}", *options, "--picture", str(picture)]
+                module, *options = SCRIPTS[name]
+                command = [sys.executable, "-m", module, *options, "--picture", str(picture)]
                 subprocess.run(command, cwd=ROOT, check=True)
         print(picture.relative_to(ROOT))
 
