@@ -14,10 +14,12 @@ from lightning_pipe.engine.planning.costs import Machine
 from lightning_pipe.engine.planning.network import Collective, NetworkModel
 from lightning_pipe.engine.planning.simulation import simulate
 from lightning_pipe.engine.plans.plan import PipelinePlan
+from lightning_pipe.engine.plans.schedule import TaskSchedule
 from lightning_pipe.engine.profiling.profile import THIS_MACHINE
 from lightning_pipe.recsys.batches.traversal import iterate_leaves
 from lightning_pipe.recsys.sharding.sharded_model import ShardedModel
 from lightning_pipe.recsys.tasks.auto_plan import hand_written_plans, recsys_costs, recsys_machine
+from lightning_pipe.recsys.tasks.declarations import TASKS
 
 LINK = "on a link of 1 Gbit/s"
 DISK = "with rows on a disk"
@@ -74,6 +76,8 @@ def predict_step_times(
 ) -> dict[str, dict[str, float]]:
     """Simulate the serial, base and prefetch plans, and *plan*, from the times of its tasks in a serial order.
 
+    If *plan* has tasks of the user, only the serial plan and *plan* are simulated.
+
     Args:
         plan: plan in use.
         task_times: seconds of each task in serial order, waits included.
@@ -85,12 +89,13 @@ def predict_step_times(
     Returns:
         Seconds of an iteration by plan, for the machine of the profile and for others.
     """
-    plans = [
-        hand_written
-        for hand_written in hand_written_plans(list(plan.tasks.values()))
-        if hand_written.name in _PLANS and hand_written.name != plan.name
-    ]
-    plans = sorted([*plans, plan], key=lambda each: [*_PLANS, each.name].index(each.name))
+    tasks = list(plan.tasks.values())
+    if set(plan.tasks) <= {task.name for task in TASKS}:
+        others = [other for other in hand_written_plans(tasks) if other.name in _PLANS]
+    else:  # only the user knows where to run own tasks
+        others = [PipelinePlan([(task, TaskSchedule()) for task in tasks], name="serial")]
+    plans = [*(other for other in others if other.name != plan.name), plan]
+    plans.sort(key=lambda each: [*_PLANS, each.name].index(each.name))
     costs = recsys_costs(task_times, peers=ranks > 1, device=device)
     machine = recsys_machine(device)
     predicted = {THIS_MACHINE: _simulate_plans(plans, costs, machine)}
