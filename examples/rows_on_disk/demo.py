@@ -38,8 +38,8 @@ PLANS = ("serial", "base", "prefetch")
 _WARM_UP = 8  # batches that are not timed, in which the pipeline and the cache fill
 _DRAWN = 3  # batches in the picture
 _OPTIMIZER = {"class_path": "torchrec.optim.RowWiseAdagrad", "init_args": {"lr": 0.05}}
-# A disk is taken to be memory if a random read takes less time. Reads then wait as long as on a slow SSD.
-_MEMORY_READ, _DELAY = 12e-6, 25e-6  # seconds
+# A disk is taken to be memory if a random read takes less than this time, in seconds. Each row then waits longer.
+_MEMORY_READ, _DELAY = 12e-6, 25e-6
 
 
 class StepTimes(pl.Callback):
@@ -76,6 +76,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="three plans with rows on a disk")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument(
+        "--delay", type=float, metavar="US", help="further wait of each row in µs, as on slower storage"
+    )
     parser.add_argument("--picture", type=Path, default=Path("logs/demo.png"))
     options = parser.parse_args()
     for name in ("lightning.pytorch", "lightning.fabric"):
@@ -87,11 +90,11 @@ def main() -> None:
         print("creating 320,000 rows ...", flush=True)
         fit(folder / "rows", "serial", list(iterate_all_ids()))
         seconds = measure_read(folder / "rows")
-        if seconds < _MEMORY_READ:
-            print(f"this disk is memory ({1e6 * seconds:.0f} µs a read): each row waits {1e6 * _DELAY:.0f} µs more")
-            stack.enter_context(delayed_reads())
-        else:
-            print(f"a random read of 4 KiB from this disk takes {1e6 * seconds:.0f} µs")
+        print(f"a random read of 4 KiB from this disk takes {1e6 * seconds:.0f} µs")
+        delay = 1e-6 * options.delay if options.delay else _DELAY if seconds < _MEMORY_READ else 0.0
+        if delay:
+            print(f"each row that is read waits {1e6 * delay:.0f} µs more")
+            stack.enter_context(delayed_reads(delay))
         batches = draw_batches(_WARM_UP + options.steps)
         times: dict[str, list[float]] = {plan: [] for plan in PLANS}
         digests = set()
@@ -162,12 +165,12 @@ def measure_read(folder: Path) -> float:
 
 
 @contextmanager
-def delayed_reads() -> Iterator[None]:
-    """Context in which each row that is read from a store takes a fixed time more."""
+def delayed_reads(delay: float) -> Iterator[None]:
+    """Context in which each row that is read from a store takes *delay* seconds more."""
     open_store = create_row_tables.open_store
 
     def open_slow_store(*arguments: Any) -> SlowStore:
-        return SlowStore(open_store(*arguments), per_record=_DELAY)
+        return SlowStore(open_store(*arguments), per_record=delay)
 
     with mock.patch.object(create_row_tables, "open_store", open_slow_store):
         yield

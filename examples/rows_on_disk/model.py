@@ -17,7 +17,7 @@ from lightning_pipe.recsys import DynamicEmbeddingBagCollection, DynamicTable
 USERS, ITEMS = 20_000, 300_000  # rows of the tables
 _CACHED = 20  # a table's cache holds one row in so many
 _WIDTH = 64
-_HISTORY = 12  # items that a user has seen, in each row of a batch
+_HISTORY = 8  # items that a user has seen, in each row of a batch
 _BATCH = 512
 _ZIPF = 1.05
 
@@ -39,9 +39,9 @@ class ClickModel(pl.LightningModule):
         ]
         self.tables = DynamicEmbeddingBagCollection(tables, store, seed=1, existing_rows="keep", direct_reads=True)
         self.dense = nn.Sequential(
-            nn.Linear(3 * _WIDTH, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU()
+            nn.Linear(3 * _WIDTH, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU()
         )
-        self.score = nn.Linear(512, 1)
+        self.score = nn.Linear(1024, 1)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         scores = self.score(self.dense(self.tables(batch["ids"]).values())).squeeze(1)
