@@ -127,13 +127,17 @@ class ProfileResult:
         """Return at most five sentences: where the time goes, what a plan can hide, and what to try next."""
         longest = sorted(self.tasks, key=lambda name: -self.tasks[name].seconds)[:3]
         shares = [f"{name} {100 * self.tasks[name].seconds / self.seconds:.0f} %" for name in longest if self.seconds]
-        lines = [f"A step takes {_ms(self.seconds)} ms under the plan {self.plan}; longest tasks: {', '.join(shares)}."]
+        lines = [
+            f"A step takes {_round_ms(self.seconds)} ms under the plan {self.plan}; longest tasks: {', '.join(shares)}."
+        ]
         lines.append(self._summarize_exposed_times())
         lines.extend(self._summarize_hidden_time())
         elsewhere = [where for where in self.predicted if where != THIS_MACHINE]
         if elsewhere:
             plans = " / ".join(self.predicted[elsewhere[0]])
-            times = [f"{where} {' / '.join(_ms(s) for s in self.predicted[where].values())} ms" for where in elsewhere]
+            times = [
+                f"{where} {' / '.join(_round_ms(s) for s in self.predicted[where].values())} ms" for where in elsewhere
+            ]
             lines.append(f"Predicted for the same step under {plans}: {'; '.join(times)}.")
         return lines
 
@@ -176,8 +180,8 @@ class ProfileResult:
         serial, best = here["serial"], min(here, key=lambda plan: here[plan])
         hidden = serial - here.get(self.plan, self.seconds)
         lines = [
-            f"Predicted: a plan can hide {_ms(serial - here[best])} of the serial plan's {_ms(serial)} ms; {self.plan}"
-            f" hides {_ms(max(0.0, hidden))} ms."
+            f"Predicted: a plan can hide {_round_ms(serial - here[best])} of the serial plan's {_round_ms(serial)} ms; {self.plan}"
+            f" hides {_round_ms(max(0.0, hidden))} ms."
         ]
         if serial - here[best] - hidden > _LITTLE * serial:
             lines.append(f"Next: try the plan {best!r}.")
@@ -283,3 +287,8 @@ def _parse_task_profile(values: Mapping[str, Any]) -> TaskProfile:
 
 def _ms(seconds: float) -> str:
     return f"{1e3 * seconds:.3f}"
+
+
+def _round_ms(seconds: float) -> str:
+    milliseconds = 1e3 * seconds
+    return f"{milliseconds:.1f}" if milliseconds >= 1 else f"{milliseconds:.3f}"

@@ -300,17 +300,17 @@ HERE = {THIS_MACHINE: {"serial": 0.012, "base": 0.010, "prefetch": 0.008}, "else
         (
             ProfileResult("base", 0.01, SURE, 7, 10, predicted=HERE),
             [
-                "A step takes 10.000 ms under the plan base; longest tasks: B 60 %, A 40 %.",
+                "A step takes 10.0 ms under the plan base; longest tasks: B 60 %, A 40 %.",
                 "A step would be shorter without A (30 to 50 %). The plan hides B.",
-                "Predicted: a plan can hide 4.000 of the serial plan's 12.000 ms; base hides 2.000 ms.",
+                "Predicted: a plan can hide 4.0 of the serial plan's 12.0 ms; base hides 2.0 ms.",
                 "Next: try the plan 'prefetch'.",
-                "Predicted for the same step under serial / base: elsewhere 20.000 / 10.000 ms.",
+                "Predicted for the same step under serial / base: elsewhere 20.0 / 10.0 ms.",
             ],
         ),
         (
             ProfileResult("prefetch", 0.01, SURE, 7, 10, predicted=HERE),
             [
-                *["A step takes 10.000 ms", "A step would be", "Predicted: a plan can hide 4.000"],
+                *["A step takes 10.0 ms", "A step would be", "Predicted: a plan can hide 4.0"],
                 "Next: make A faster; no other plan hides more.",
                 "Predicted for the same step",
             ],
@@ -318,13 +318,13 @@ HERE = {THIS_MACHINE: {"serial": 0.012, "base": 0.010, "prefetch": 0.008}, "else
         (
             ProfileResult("base", 0.01, NOISE, 7, 10, busy=0.97, predicted=HERE),
             [
-                "A step takes 10.000 ms",
+                "A step takes 10.0 ms",
                 "2 of 2 intervals contain 0 and are wide: too noisy to rank these tasks",
                 "The cores of this machine are busy for 97 % of the time: tasks wait for cores,",
                 "Predicted for the same step",
             ],
         ),
-        (ProfileResult("p", 0.01, {"A": TaskProfile(0.004)}), ["A step takes 10.000 ms", "No task was replayed"]),
+        (ProfileResult("p", 0.01, {"A": TaskProfile(0.004)}), ["A step takes 10.0 ms", "No task was replayed"]),
     ],
     ids=["another plan", "this plan", "busy cores", "own times"],
 )
