@@ -128,7 +128,7 @@ class ProfileResult:
         longest = sorted(self.tasks, key=lambda name: -self.tasks[name].seconds)[:3]
         shares = [f"{name} {100 * self.tasks[name].seconds / self.seconds:.0f} %" for name in longest if self.seconds]
         lines = [
-            f"A step takes {_round_ms(self.seconds)} ms under the plan {self.plan}; longest tasks: {', '.join(shares)}."
+            f"A step takes {_short_ms(self.seconds)} ms under the plan {self.plan}; longest tasks: {', '.join(shares)}."
         ]
         lines.append(self._summarize_exposed_times())
         lines.extend(self._summarize_hidden_time())
@@ -136,7 +136,7 @@ class ProfileResult:
         if elsewhere:
             plans = " / ".join(self.predicted[elsewhere[0]])
             times = [
-                f"{where} {' / '.join(_round_ms(s) for s in self.predicted[where].values())} ms" for where in elsewhere
+                f"{where} {' / '.join(_short_ms(s) for s in self.predicted[where].values())} ms" for where in elsewhere
             ]
             lines.append(f"Predicted for the same step under {plans}: {'; '.join(times)}.")
         return lines
@@ -180,8 +180,8 @@ class ProfileResult:
         serial, best = here["serial"], min(here, key=lambda plan: here[plan])
         hidden = serial - here.get(self.plan, self.seconds)
         lines = [
-            f"Predicted: a plan can hide {_round_ms(serial - here[best])} of the serial plan's {_round_ms(serial)} ms; {self.plan}"
-            f" hides {_round_ms(max(0.0, hidden))} ms."
+            f"Predicted: a plan can hide {_short_ms(serial - here[best])} of the serial plan's {_short_ms(serial)} ms;"
+            f" {self.plan} hides {_short_ms(max(0.0, hidden))} ms."
         ]
         if serial - here[best] - hidden > _LITTLE * serial:
             lines.append(f"Next: try the plan {best!r}.")
@@ -289,6 +289,6 @@ def _ms(seconds: float) -> str:
     return f"{1e3 * seconds:.3f}"
 
 
-def _round_ms(seconds: float) -> str:
+def _short_ms(seconds: float) -> str:
     milliseconds = 1e3 * seconds
     return f"{milliseconds:.1f}" if milliseconds >= 1 else f"{milliseconds:.3f}"
