@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -107,14 +108,13 @@ def main() -> None:
                 times[plan].append(step_times.seconds)
                 digests.add(step_times.digest)
                 assert trace.timeline is not None
-                title = f"{plan}: {1e3 * step_times.seconds:.0f} ms a step"
-                panels[plan].append(TimelinePanel(title, trace.timeline, trace.batch_ends[-_DRAWN - 1 :]))
+                panels[plan].append(TimelinePanel(plan, trace.timeline, trace.batch_ends[-_DRAWN - 1 :]))
             print(f"round {number + 1} of {options.rounds}", flush=True)
     print_results(times)
     print("all weights and rows are equal to the bit" if len(digests) == 1 else "THE WEIGHTS DIFFER")
     options.picture.parent.mkdir(parents=True, exist_ok=True)
-    draw_timelines([panels[plan][find_median_round(times[plan])] for plan in PLANS], options.picture)
-    print(f"{options.picture}: the last {_DRAWN} steps under each plan, in its median round")
+    draw_timelines([choose_typical_panel(panels[plan], times[plan]) for plan in PLANS], options.picture)
+    print(f"{options.picture}: {_DRAWN} steps under each plan, whose times are nearest to its median")
 
 
 def fit(store: Path, plan: str, batches: list[Any]) -> tuple[StepTimes, PipelineTrace]:
@@ -176,9 +176,11 @@ def delayed_reads(delay: float) -> Iterator[None]:
         yield
 
 
-def find_median_round(seconds: list[float]) -> int:
-    """Round with the median, or the smaller of two middle ones."""
-    return seconds.index(statistics.median_low(seconds))
+def choose_typical_panel(panels: list[TimelinePanel], seconds: list[float]) -> TimelinePanel:
+    """Timeline whose steps took most nearly the median step time, which becomes the title."""
+    median = statistics.median(seconds)
+    panel = min(panels, key=lambda panel: abs((panel.ends[-1] - panel.ends[0]) / (len(panel.ends) - 1) - median))
+    return replace(panel, title=f"{panel.title}: {1e3 * median:.1f} ms a step")
 
 
 def print_results(times: dict[str, list[float]]) -> None:
@@ -188,11 +190,14 @@ def print_results(times: dict[str, list[float]]) -> None:
     print(
         f"\nstep time: median of {rounds} rounds (smallest to largest, which is a {sure:.0f} % interval of the median)"
     )
-    serial = statistics.median(times["serial"])
     for plan, seconds in times.items():
-        median = statistics.median(seconds)
         spread = f"({1e3 * min(seconds):.1f} to {1e3 * max(seconds):.1f})"
-        print(f"  {plan:10}{1e3 * median:7.1f} ms {spread:>18}   {median / serial:.2f} of serial")
+        print(f"  {plan:10}{1e3 * statistics.median(seconds):7.1f} ms {spread:>18}")
+    for plan in PLANS[1:]:
+        ratios = [mine / serial for mine, serial in zip(times[plan], times["serial"], strict=True)]
+        spread = f"({min(ratios):.2f} to {max(ratios):.2f})"
+        text = f"{plan} / serial in the same round: {statistics.median(ratios):.2f} {spread}"
+        print(text if max(ratios) < 1 or min(ratios) > 1 else f"{text}: no difference beyond the noise of this machine")
 
 
 if __name__ == "__main__":

@@ -67,7 +67,7 @@ def rows(text: str) -> list[list[str]]:
 def test_a_report_has_the_costs_and_the_plan_in_one_table_and_two_pictures(tmp_path: Path) -> None:
     text = written(tmp_path, facts={"Ranks": "2 ranks on cpu", "Date": "2030-01-02"})
     assert "<title>Plan ahead: 10.00 ms per iteration</title>" in text
-    assert "A step would be shorter without Send with Train (8 to 12 %). The plan hides Copy." in text
+    assert "A step would be shorter without Send together with Train (8 to 12 %). The plan hides Copy." in text
     assert rows(text)[1:] == [
         ["Copy", "2", "copies", "current", "4.000", "0.100", "-0.200 to 0.400", "-", "98 %", ""],
         ["Send", "1", "main", "current", "1.000", "1.000", "0.800 to 1.200", "10.0 %", "0 %", "with Train"],
@@ -103,7 +103,7 @@ def test_a_report_names_what_is_sure_and_each_task_once(tmp_path: Path) -> None:
         "Send": TaskProfile(0.003, 0.003, 0.002, 0.004, included_tasks=("Train",)),
         "Train": TaskProfile(0.003, 0.0035, 0.0025, 0.0045, included_tasks=("Send",)),
     }
-    expected = "A step would be shorter without Train with Send (25 to 45 %), Send (20 to 40 %)."
+    expected = "A step would be shorter without Train together with Send (25 to 45 %), Send (20 to 40 %)."
     assert expected in written(tmp_path, tasks)
 
 

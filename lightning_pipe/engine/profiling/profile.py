@@ -22,6 +22,10 @@ _SMALL = 0.02
 _BUSY = 0.85
 # Share of the serial plan's time below which a predicted gain is not worth another plan.
 _LITTLE = 0.03
+# Difference between the simulated and the measured time of the plan in use from which on no prediction is shown.
+_WRONG = 0.2
+# Share of an iteration. Exposed times with wider intervals are not named in the summary.
+_WIDE = 0.5
 # Smallest part of a task's own time that must overlap for the task to be called hidden.
 _HIDDEN = 0.5
 THIS_MACHINE = "on this machine"  # key of the predictions for the network and the storage of the profile
@@ -77,9 +81,8 @@ class ProfileResult:
         tasks: profile of each task by name, in serial order (default: none).
         rounds: number of measurements of each task (default 0).
         iterations: number of iterations per measurement (default 0).
-        cpu_seconds: processor time of an iteration in this process, in seconds (default 0).
-        busy: share of the time in which the cores of this machine work for its ranks; None (default) if it is unknown,
-            or if a device computes.
+        busy: share of the time in which the cores of this machine were busy, from 0 to 1; None (default) if it is
+            unknown, or if a device computes.
         predicted: predicted seconds of an iteration for each plan, by the network and storage of the prediction
             (default: none). The key :data:`THIS_MACHINE` is for those of the profile.
     """
@@ -89,7 +92,6 @@ class ProfileResult:
     tasks: Mapping[str, TaskProfile] = field(default_factory=dict)
     rounds: int = 0
     iterations: int = 0
-    cpu_seconds: float = 0.0
     busy: float | None = None
     predicted: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
@@ -133,7 +135,7 @@ class ProfileResult:
         lines.append(self._summarize_exposed_times())
         lines.extend(self._summarize_hidden_time())
         elsewhere = [where for where in self.predicted if where != THIS_MACHINE]
-        if elsewhere:
+        if elsewhere and self._simulation_error <= _WRONG:
             plans = " / ".join(self.predicted[elsewhere[0]])
             times = [
                 f"{where} {' / '.join(_short_ms(s) for s in self.predicted[where].values())} ms" for where in elsewhere
@@ -141,17 +143,24 @@ class ProfileResult:
             lines.append(f"Predicted for the same step under {plans}: {'; '.join(times)}.")
         return lines
 
+    @property
+    def _simulation_error(self) -> float:
+        """Difference between the simulated and the measured time of the plan in use, relative to the latter."""
+        simulated = self.predicted.get(THIS_MACHINE, {}).get(self.plan, self.seconds)
+        return abs(simulated - self.seconds) / self.seconds if self.seconds else 0.0
+
     def _summarize_exposed_times(self) -> str:
         if not self.exposed:
             return "No task was replayed, so only own times are known."
         mentioned: list[str] = []
         names: list[str] = []
-        for name in self.exposed_tasks[:3]:
+        for name in self._narrowly_exposed_tasks[:3]:
             task = self.tasks[name]
             least, most = (100 * (seconds or 0.0) / self.seconds for seconds in (task.low, task.high))
-            together = [name, *(companion for companion in task.included_tasks if companion not in mentioned)]
-            mentioned += together
-            names.append(f"{' with '.join(together)} ({least:.0f} to {most:.0f} %)")
+            companions = [companion for companion in task.included_tasks if companion not in mentioned]
+            mentioned += [name, *companions]
+            together = f" together with {' and '.join(companions)}" if companions else ""
+            names.append(f"{name}{together} ({least:.0f} to {most:.0f} %)")
         hidden = [
             name
             for name, task in self.tasks.items()
@@ -168,6 +177,13 @@ class ProfileResult:
             sentences.append("No confidence interval lies above 0: no measured task makes an iteration longer.")
         return " ".join(sentences)
 
+    @property
+    def _narrowly_exposed_tasks(self) -> list[str]:
+        def is_narrow(task: TaskProfile) -> bool:
+            return (task.high or 0.0) - (task.low or 0.0) <= _WIDE * self.seconds
+
+        return [name for name in self.exposed_tasks if is_narrow(self.tasks[name])]
+
     def _summarize_hidden_time(self) -> list[str]:
         if self.busy is not None and self.busy >= _BUSY:
             return [
@@ -179,14 +195,21 @@ class ProfileResult:
             return []
         serial, best = here["serial"], min(here, key=lambda plan: here[plan])
         hidden = serial - here.get(self.plan, self.seconds)
+        if self._simulation_error > _WRONG:
+            return [
+                f"A simulation of this plan gives {_short_ms(here[self.plan])} ms a step, too far from the measured"
+                " time to predict other plans: profile again on a quieter machine, or with more rounds."
+            ]
         lines = [
             f"Predicted: a plan can hide {_short_ms(serial - here[best])} of the serial plan's {_short_ms(serial)} ms;"
             f" {self.plan} hides {_short_ms(max(0.0, hidden))} ms."
         ]
+        if self.noise_warning:
+            return lines
         if serial - here[best] - hidden > _LITTLE * serial:
             lines.append(f"Next: try the plan {best!r}.")
-        elif self.exposed_tasks:
-            lines.append(f"Next: make {self.exposed_tasks[0]} faster; no other plan hides more.")
+        elif self._narrowly_exposed_tasks:
+            lines.append(f"Next: make {self._narrowly_exposed_tasks[0]} faster; no other plan hides more.")
         return lines
 
     def to_json(self) -> str:
@@ -211,7 +234,6 @@ class ProfileResult:
                 tasks,
                 rounds,
                 iterations,
-                float(content.get("cpu_seconds", 0.0)),
                 None if busy is None else float(busy),
                 {
                     str(where): {str(plan): float(seconds) for plan, seconds in times.items()}

@@ -14,6 +14,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -150,7 +151,7 @@ class TaskProfiler:
         for _ in range(pipeline.plan.pipeline_depth + len(self._batches)):
             self._run_iteration()
         all_run: list[float] = []
-        cpu_times: list[float] = []
+        cores_before = _read_core_times()
         run_times: dict[str, list[float]] = {name: [] for name in pipeline.plan.tasks}
         saved: dict[str, list[float]] = {name: [] for name in measured}
         run_times_without: dict[str, dict[str, list[float]]] = {
@@ -158,9 +159,7 @@ class TaskProfiler:
         }
         for _ in range(self._rounds):
             for name in measured or [""]:
-                cpu_before = time.process_time()
                 all_run.append(self._measure_mean_iteration_time(run_times))
-                cpu_times.append((time.process_time() - cpu_before) / self._iterations)
                 if not name:
                     continue
                 pipeline.enable_shortcut(name, key=self._make_batch_key_fn())
@@ -184,8 +183,8 @@ class TaskProfiler:
                 reason = f"not replayed: {pipeline.plan.tasks[name].not_replayable}"
                 tasks[name] = TaskProfile(medians.get(name, 0.0), unmeasured_reason=reason)
         seconds = statistics.median(all_run)
-        cpu_seconds = statistics.median(cpu_times)
-        return ProfileResult(pipeline.plan.name, seconds, tasks, self._rounds, self._iterations, cpu_seconds)
+        busy = None if pipeline.device.type == "cuda" else _compute_busy_share(cores_before, _read_core_times())
+        return ProfileResult(pipeline.plan.name, seconds, tasks, self._rounds, self._iterations, busy)
 
     def _measure_mean_iteration_time(self, run_times: Mapping[str, list[float]]) -> float:
         """Mean time of the iterations of one measurement in seconds. Appends each task's time to *run_times*."""
@@ -304,6 +303,20 @@ def _compute_confidence_interval(values: Sequence[float]) -> tuple[float, float]
     draw = random.Random(0)
     medians = sorted(statistics.median(draw.choices(values, k=len(values))) for _ in range(_RESAMPLES))
     return medians[int(0.025 * _RESAMPLES)], medians[int(0.975 * _RESAMPLES) - 1]
+
+
+def _read_core_times() -> tuple[int, int]:
+    """Time for which the cores of this machine were busy and existed, in ticks since its start; zeros if unknown."""
+    try:
+        ticks = list(map(int, Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]))
+    except (OSError, ValueError):
+        return 0, 0
+    return sum(ticks) - ticks[3] - ticks[4], sum(ticks)  # without "idle" and "iowait"
+
+
+def _compute_busy_share(before: tuple[int, int], after: tuple[int, int]) -> float | None:
+    busy, ticks = after[0] - before[0], after[1] - before[1]
+    return busy / ticks if ticks > 0 else None
 
 
 class _CyclicBatchIterator(Iterator[Any]):

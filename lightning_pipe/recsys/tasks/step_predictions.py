@@ -103,7 +103,8 @@ def predict_step_times(
         return predicted
     network = NetworkModel(_LINK_LATENCY, _LINK_BANDWIDTH, max(2, ranks))
     messages = {task: message for task, message in sizes.messages.items() if task in task_times}
-    remote_costs = recsys_costs(task_times, peers=True, device=device, waits=None if ranks > 1 else {}, sent=messages)
+    # The waits for messages on this machine remain: its cores move the messages, and would also for a link.
+    remote_costs = recsys_costs(task_times, peers=True, device=device, waits={}, sent=messages)
     predicted[LINK] = _simulate_plans(plans, remote_costs, replace(machine, cores=1.0, network=network))
     if not on_disk and "EmbPrefetch" in costs:
         read = sizes.rows * _READ_SECONDS / _READERS

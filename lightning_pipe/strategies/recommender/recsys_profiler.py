@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import socket
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -18,7 +16,6 @@ from torchmetrics import Metric
 from lightning_pipe._compat.fast_hooks import call_strategy_hook
 from lightning_pipe._compat.lightning import discard_logged_values, is_accumulating
 from lightning_pipe.engine import PipelinePlan, PipelineTask, ProfileResult, SetupError, SWPipeline, TaskProfiler
-from lightning_pipe.engine.ranks.object_collectives import all_gather_objects
 from lightning_pipe.engine.runtime.captured import Snapshot, take_snapshot
 from lightning_pipe.loops.data.random_streams import get_rng_states, set_rng_states
 from lightning_pipe.loops.programs.batch_hooks import find_user_transfer_hooks
@@ -81,7 +78,7 @@ class RecsysProfiler:
                 profiler = TaskProfiler(pipeline, batches, keeper, rounds=rounds, iterations=iterations)
                 profile = profiler.profile_many(tasks)
                 predicted = self._predict_step_times(pipeline, batches, iterations)
-                return replace(profile, busy=self._measure_busy_cores(profile), predicted=predicted)
+                return replace(profile, predicted=predicted)
             finally:
                 pipeline.abandon()
                 keeper.restore(state)
@@ -106,14 +103,6 @@ class RecsysProfiler:
             device=session.device,
             on_disk=bool(session.sharded_model.dynamic_rows),
         )
-
-    def _measure_busy_cores(self, profile: ProfileResult) -> float | None:
-        """Share of the time in which the cores of this machine work for its ranks; None if a device computes."""
-        if self.session.device.type != "cpu":
-            return None
-        used = all_gather_objects((socket.gethostname(), profile.cpu_seconds), self.session.world)
-        cpu_seconds = sum(seconds for host, seconds in used if host == socket.gethostname())
-        return cpu_seconds / (profile.seconds * len(os.sched_getaffinity(0)))
 
     def _check(self) -> None:
         trainer = self.trainer

@@ -308,9 +308,9 @@ HERE = {THIS_MACHINE: {"serial": 0.012, "base": 0.010, "prefetch": 0.008}, "else
             ],
         ),
         (
-            ProfileResult("prefetch", 0.01, SURE, 7, 10, predicted=HERE),
+            ProfileResult("prefetch", 0.009, SURE, 7, 10, predicted=HERE),
             [
-                *["A step takes 10.0 ms", "A step would be", "Predicted: a plan can hide 4.0"],
+                *["A step takes 9.0 ms", "A step would be", "Predicted: a plan can hide 4.0"],
                 "Next: make A faster; no other plan hides more.",
                 "Predicted for the same step",
             ],
@@ -324,9 +324,24 @@ HERE = {THIS_MACHINE: {"serial": 0.012, "base": 0.010, "prefetch": 0.008}, "else
                 "Predicted for the same step",
             ],
         ),
+        (
+            ProfileResult("base", 0.01, NOISE, 7, 10, predicted=HERE),
+            ["A step takes 10.0 ms", "2 of 2 intervals", "Predicted: a plan can hide", "Predicted for the same step"],
+        ),
+        (
+            ProfileResult("base", 0.015, SURE, 7, 10, predicted=HERE),
+            [
+                *["A step takes 15.0 ms", "A step would be shorter"],
+                "A simulation of this plan gives 10.0 ms a step, too far from the measured time",
+            ],
+        ),
+        (
+            ProfileResult("p", 0.01, {"A": TaskProfile(0.004, 0.006, 0.001, 0.02), "B": SURE["A"]}, 7, 10),
+            ["A step takes 10.0 ms", "A step would be shorter without B (30 to 50 %)."],
+        ),
         (ProfileResult("p", 0.01, {"A": TaskProfile(0.004)}), ["A step takes 10.0 ms", "No task was replayed"]),
     ],
-    ids=["another plan", "this plan", "busy cores", "own times"],
+    ids=["another plan", "this plan", "busy cores", "noise", "wrong simulation", "wide interval", "own times"],
 )
 def test_a_summary_has_at_most_five_lines_and_says_what_to_try_next(profile: ProfileResult, lines: list[str]) -> None:
     summary = profile.summarize()
