@@ -31,7 +31,7 @@ from torch.utils.data import DataLoader
 from benchmarks.slow_store import SlowStore
 from examples.rows_on_disk.model import ClickModel, draw_batches, iterate_all_ids
 from lightning_pipe.callbacks import PipelineTrace
-from lightning_pipe.callbacks.timeline_picture import TimelinePanel, draw_timelines
+from lightning_pipe.callbacks.timeline_picture import TimelinePanel, draw_timelines, require_matplotlib
 from lightning_pipe.recsys.dynamic.tables import create_row_tables
 from lightning_pipe.strategies import RecsysPipelineStrategy
 
@@ -82,6 +82,9 @@ def main() -> None:
     )
     parser.add_argument("--picture", type=Path, default=Path("logs/demo.png"))
     options = parser.parse_args()
+    if options.rounds < 1 or options.steps < _DRAWN or (options.delay or 0.0) < 0:
+        parser.error(f"expected at least one round, {_DRAWN} steps and no negative delay")
+    require_matplotlib(options.picture)
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
     torch.set_num_threads(1)
@@ -92,7 +95,7 @@ def main() -> None:
         fit(folder / "rows", "serial", list(iterate_all_ids()))
         seconds = measure_read(folder / "rows")
         print(f"a random read of 4 KiB from this disk takes {1e6 * seconds:.0f} µs")
-        delay = 1e-6 * options.delay if options.delay else _DELAY if seconds < _MEMORY_READ else 0.0
+        delay = 1e-6 * options.delay if options.delay is not None else _DELAY if seconds < _MEMORY_READ else 0.0
         if delay:
             print(f"each row that is read waits {1e6 * delay:.0f} µs more")
             stack.enter_context(delayed_reads(delay))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -24,6 +25,7 @@ _BUSY = 0.85
 _LITTLE = 0.03
 # Difference between the simulated and the measured time of the plan in use from which on no prediction is shown.
 _WRONG = 0.2
+_FEWEST_ROUNDS = 3
 # Share of an iteration. Exposed times with wider intervals are not named in the summary.
 _WIDE = 0.5
 # Smallest part of a task's own time that must overlap for the task to be called hidden.
@@ -126,14 +128,12 @@ class ProfileResult:
         )
 
     def summarize(self) -> list[str]:
-        """Return at most five sentences: where the time goes, what a plan can hide, and what to try next."""
+        """Return at most five lines: where the time goes, what a plan can hide, and what to try next."""
         longest = sorted(self.tasks, key=lambda name: -self.tasks[name].seconds)[:3]
         shares = [f"{name} {100 * self.tasks[name].seconds / self.seconds:.0f} %" for name in longest if self.seconds]
-        lines = [
-            f"A step takes {_short_ms(self.seconds)} ms under the plan {self.plan}; longest tasks: {', '.join(shares)}."
-        ]
-        lines.append(self._summarize_exposed_times())
-        lines.extend(self._summarize_hidden_time())
+        longest_text = f"; longest of the measured tasks: {', '.join(shares)}" if shares else ""
+        lines = [f"A step takes {_short_ms(self.seconds)} ms under the plan {self.plan}{longest_text}."]
+        lines += [self._summarize_exposed_times(), *self._summarize_hidden_time()]
         elsewhere = [where for where in self.predicted if where != THIS_MACHINE]
         if elsewhere and self._simulation_error <= _WRONG:
             plans = " / ".join(self.predicted[elsewhere[0]])
@@ -150,13 +150,15 @@ class ProfileResult:
         return abs(simulated - self.seconds) / self.seconds if self.seconds else 0.0
 
     def _summarize_exposed_times(self) -> str:
-        if not self.exposed:
+        if not self.exposed or not self.seconds:
             return "No task was replayed, so only own times are known."
+        if self.rounds < _FEWEST_ROUNDS:
+            return f"Fewer than {_FEWEST_ROUNDS} rounds give no intervals, so no task is known to make a step longer."
         mentioned: list[str] = []
         names: list[str] = []
         for name in self._narrowly_exposed_tasks[:3]:
             task = self.tasks[name]
-            least, most = (100 * (seconds or 0.0) / self.seconds for seconds in (task.low, task.high))
+            least, most = (min(100.0, 100 * (seconds or 0.0) / self.seconds) for seconds in (task.low, task.high))
             companions = [companion for companion in task.included_tasks if companion not in mentioned]
             mentioned += [name, *companions]
             together = f" together with {' and '.join(companions)}" if companions else ""
@@ -164,7 +166,8 @@ class ProfileResult:
         hidden = [
             name
             for name, task in self.tasks.items()
-            if task.seconds > 0.01 * self.seconds
+            if name not in mentioned
+            and task.seconds > 0.01 * self.seconds
             and task.overlapped_fraction is not None
             and (task.high or 0.0) < (1 - _HIDDEN) * task.seconds
         ]
@@ -204,7 +207,7 @@ class ProfileResult:
             f"Predicted: a plan can hide {_short_ms(serial - here[best])} of the serial plan's {_short_ms(serial)} ms;"
             f" {self.plan} hides {_short_ms(max(0.0, hidden))} ms."
         ]
-        if self.noise_warning:
+        if self.noise_warning or self.rounds < _FEWEST_ROUNDS:
             return lines
         if serial - here[best] - hidden > _LITTLE * serial:
             lines.append(f"Next: try the plan {best!r}.")
@@ -240,7 +243,7 @@ class ProfileResult:
                     for where, times in content.get("predicted", {}).items()
                 },
             )
-        except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
+        except (ValueError, TypeError, AttributeError, KeyError, RecursionError, OverflowError) as error:
             problem = escape_unprintable(f"{type(error).__name__}: {error}"[:500])
             raise PlanError(f"this is not a profile ({problem}); expected output of ProfileResult.to_json()") from error
 
@@ -303,6 +306,9 @@ def _parse_task_profile(values: Mapping[str, Any]) -> TaskProfile:
     exposed, low, high = (
         None if values.get(name) is None else float(values[name]) for name in ("exposed", "low", "high")
     )
+    times = [float(values["seconds"]), *(seconds for seconds in (exposed, low, high) if seconds is not None)]
+    if len(times) not in (1, 4) or not all(map(math.isfinite, times)):
+        raise ValueError("exposed, low and high must be given together, and all times must be finite")
     names = tuple(map(str, values.get("included_tasks", ())))
     return TaskProfile(float(values["seconds"]), exposed, low, high, names, str(values.get("unmeasured_reason", "")))
 

@@ -136,7 +136,7 @@ class DynamicEmbeddingBagCollection(_DynamicModuleMixin, EmbeddingBagCollection)
             ``refuse`` to continue (default), ``keep`` them, or ``forget`` them.
         id_map_device: ``host`` to look ids up in host memory (default), or ``device`` for the device of the tables.
         direct_reads: True to read rows from the disk without the operating system's page cache (default False), which
-            then takes no memory and cannot hide how long reads take. The file system must support it; tmpfs does not.
+            then takes no memory and cannot hide how long reads take. The file system must support it.
 
     Raises:
         SetupError: a table is invalid.

@@ -38,7 +38,7 @@ class StepSizes:
 
 
 def compute_step_sizes(sharded: ShardedModel, batch: Any) -> StepSizes | None:
-    """Sizes of the messages of a step; None if the batch has no KJT with a feature of a table."""
+    """Sizes of the messages of a step, without options for the wire; None if no KJT has a feature of a table."""
     kjts = [leaf for _, leaf in iterate_leaves(batch) if isinstance(leaf, KeyedJaggedTensor)]
     ids_bytes, output_bytes, rows = 0, 0, 0
     for table in sharded.tables.values():
@@ -48,7 +48,10 @@ def compute_step_sizes(sharded: ShardedModel, batch: Any) -> StepSizes | None:
                 feature = kjt[key]
                 ids.append(feature.values())
                 ids_bytes += feature.values().nbytes + feature.lengths().nbytes
-                outputs = kjt.stride() if isinstance(table.config, EmbeddingBagConfig) else feature.values().numel()
+                if feature.weights_or_none() is not None:
+                    ids_bytes += feature.weights().nbytes
+                is_pooled = isinstance(table.config, EmbeddingBagConfig)
+                outputs = (feature.lengths() if is_pooled else feature.values()).numel()
                 output_bytes += 4 * outputs * table.config.embedding_dim
         rows += torch.cat(ids).unique().numel() if ids else 0
     if not ids_bytes:

@@ -236,7 +236,16 @@ def test_a_result_is_read_back_from_its_text() -> None:
     }
     result = ProfileResult("serial", 3e-3, tasks, 7, 10)
     assert ProfileResult.from_json(result.to_json()) == result
-    for text in ("", "{}", '{"tasks": 3}', '{"plan": "serial", "seconds": "long", "tasks": {}}', "[1]"):
+    odd = [result.to_json().replace("0.0004", text) for text in ("null", "NaN", "1e999")]
+    for text in (
+        *odd,
+        result.to_json().replace("7", "1e400"),
+        "",
+        "{}",
+        '{"tasks": 3}',
+        '{"plan": "serial", "seconds": "long", "tasks": {}}',
+        "[1]",
+    ):
         with pytest.raises(PlanError, match="this is not a profile"):
             ProfileResult.from_json(text)
 
@@ -300,7 +309,7 @@ HERE = {THIS_MACHINE: {"serial": 0.012, "base": 0.010, "prefetch": 0.008}, "else
         (
             ProfileResult("base", 0.01, SURE, 7, 10, predicted=HERE),
             [
-                "A step takes 10.0 ms under the plan base; longest tasks: B 60 %, A 40 %.",
+                "A step takes 10.0 ms under the plan base; longest of the measured tasks: B 60 %, A 40 %.",
                 "A step would be shorter without A (30 to 50 %). The plan hides B.",
                 "Predicted: a plan can hide 4.0 of the serial plan's 12.0 ms; base hides 2.0 ms.",
                 "Next: try the plan 'prefetch'.",
@@ -339,9 +348,21 @@ HERE = {THIS_MACHINE: {"serial": 0.012, "base": 0.010, "prefetch": 0.008}, "else
             ProfileResult("p", 0.01, {"A": TaskProfile(0.004, 0.006, 0.001, 0.02), "B": SURE["A"]}, 7, 10),
             ["A step takes 10.0 ms", "A step would be shorter without B (30 to 50 %)."],
         ),
+        (ProfileResult("p", 0.01, SURE, 1, 10), ["A step takes 10.0 ms", "Fewer than 3 rounds give no intervals"]),
+        (ProfileResult("p", 0.0, SURE, 7, 10), ["A step takes 0.000 ms under the plan p.", "No task was replayed"]),
         (ProfileResult("p", 0.01, {"A": TaskProfile(0.004)}), ["A step takes 10.0 ms", "No task was replayed"]),
     ],
-    ids=["another plan", "this plan", "busy cores", "noise", "wrong simulation", "wide interval", "own times"],
+    ids=[
+        "another plan",
+        "this plan",
+        "busy cores",
+        "noise",
+        "wrong simulation",
+        "wide interval",
+        "one round",
+        "no time",
+        "own times",
+    ],
 )
 def test_a_summary_has_at_most_five_lines_and_says_what_to_try_next(profile: ProfileResult, lines: list[str]) -> None:
     summary = profile.summarize()
