@@ -19,8 +19,9 @@ from lightning_pipe.engine.common.safe_text import escape_unprintable
 _KNOWN = 0.25
 # Share of an iteration. An interval within this distance of 0 shows that the exposed time is negligible.
 _SMALL = 0.02
-# Share of the cores' time from which on a wait is assumed to be a wait for a core, which no plan can hide.
-_BUSY = 0.85
+# Share of the cores' time from which on waits are assumed to be waits for a core, which no plan can hide. Two ranks on
+# two cores reach 0.75: the cores also move the messages.
+_BUSY = 0.7
 # Share of the serial plan's time below which a predicted gain is not worth another plan.
 _LITTLE = 0.03
 # Difference between the simulated and the measured time of the plan in use from which on no prediction is shown.
@@ -135,13 +136,17 @@ class ProfileResult:
         lines = [f"A step takes {_short_ms(self.seconds)} ms under the plan {self.plan}{longest_text}."]
         lines += [self._summarize_exposed_times(), *self._summarize_hidden_time()]
         elsewhere = [where for where in self.predicted if where != THIS_MACHINE]
-        if elsewhere and self._simulation_error <= _WRONG:
+        if elsewhere and (self._has_busy_cores or self._simulation_error <= _WRONG):
             plans = " / ".join(self.predicted[elsewhere[0]])
             times = [
                 f"{where} {' / '.join(_short_ms(s) for s in self.predicted[where].values())} ms" for where in elsewhere
             ]
             lines.append(f"Predicted for the same step under {plans}: {'; '.join(times)}.")
         return lines
+
+    @property
+    def _has_busy_cores(self) -> bool:
+        return self.busy is not None and self.busy >= _BUSY
 
     @property
     def _simulation_error(self) -> float:
@@ -188,10 +193,10 @@ class ProfileResult:
         return [name for name in self.exposed_tasks if is_narrow(self.tasks[name])]
 
     def _summarize_hidden_time(self) -> list[str]:
-        if self.busy is not None and self.busy >= _BUSY:
+        if self._has_busy_cores:
             return [
-                f"The cores of this machine are busy for {100 * self.busy:.0f} % of the time: tasks wait for cores,"
-                " which no plan can hide. A plan helps where tasks wait for a network, a disk, a copy or a loader."
+                f"The cores of this machine are busy for {100 * (self.busy or 0.0):.0f} % of the time: a step waits for"
+                " them, which no plan can hide. A plan helps where a step waits for a network, a disk, a copy or a loader."
             ]
         here = self.predicted.get(THIS_MACHINE)
         if not here or not here.get("serial"):

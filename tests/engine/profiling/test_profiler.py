@@ -329,7 +329,7 @@ HERE = {THIS_MACHINE: {"serial": 0.012, "base": 0.010, "prefetch": 0.008}, "else
             [
                 "A step takes 10.0 ms",
                 "2 of 2 intervals contain 0 and are wide: too noisy to rank these tasks",
-                "The cores of this machine are busy for 97 % of the time: tasks wait for cores,",
+                "The cores of this machine are busy for 97 % of the time: a step waits for them, which",
                 "Predicted for the same step",
             ],
         ),
