@@ -196,7 +196,7 @@ class ProfileResult:
         if self._has_busy_cores:
             return [
                 f"The cores of this machine are busy for {100 * (self.busy or 0.0):.0f} % of the time: a step waits for"
-                " them, which no plan can hide. A plan helps where a step waits for a network, a disk, a copy or a loader."
+                " them, which no plan can hide. A plan helps where it waits for a network, a disk, a copy or a loader."
             ]
         here = self.predicted.get(THIS_MACHINE)
         if not here or not here.get("serial"):
