@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -83,6 +84,17 @@ def test_a_scan_gives_each_record_once_in_the_order_of_keys(store: RocksDbStore,
 
 
 # ---------------------------------------------------------------------- versions
+
+
+def test_direct_reads_see_what_was_committed(folder: Path) -> None:
+    records = some_records(len(EDGES))
+    with closing(open_store(folder)) as store:
+        store.write("a", EDGES, records)
+        commit(store)
+    with closing(open_store(folder, direct_reads=True)) as store:
+        read, found = store.read("a", EDGES)
+    assert found.all()
+    np.testing.assert_array_equal(read, records)
 
 
 def test_a_commit_survives_and_what_came_after_it_does_not(folder: Path) -> None:
