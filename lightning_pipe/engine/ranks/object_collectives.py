@@ -160,7 +160,8 @@ def _raise_rank_errors(rank_errors: Sequence[str | None], error: Exception | Non
     }
     everywhere = len(texts) == 1 and None not in rank_errors
     named = [text if everywhere else f"rank {', '.join(map(str, ranks))}: {text}" for text, ranks in texts.items()]
-    raise error_class("\n".join(named)) from error
+    # An error of this project is complete: its own traceback would print the same message a second time.
+    raise error_class("\n".join(named)) from (error.__cause__ if isinstance(error, PipelineError) else error)
 
 
 # ---------------------------------------------------------------------- where

@@ -249,9 +249,9 @@ def _inspect_unsharded_module(
     if without and trains:
         raise SetupError(
             f"{'table' if len(without) == 1 else 'tables'} {', '.join(without)} must have an optimizer, got none, and"
-            " TorchRec would silently train with SGD. Call torchrec.optim.apply_optimizer_in_backward on the"
-            " parameters, or set sparse_optimizer, for example"
-            " {'class_path': 'torchrec.optim.RowWiseAdagrad', 'init_args': {'lr': 0.01}}."
+            " TorchRec would silently train with SGD. The optimizers of configure_optimizers train the dense part"
+            " only. Call torchrec.optim.apply_optimizer_in_backward on the tables' parameters, or set"
+            " sparse_optimizer, for example {'class_path': 'torchrec.optim.RowWiseAdagrad', 'init_args': {'lr': 0.01}}."
         )
     frozen = [table.name for table, parameter in pairs if not parameter.requires_grad]
     if frozen and trains:
