@@ -11,9 +11,10 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from torchrec.distributed.dist_data import KJTAllToAll
+from torchrec.distributed.dist_data import KJTAllToAll, PooledEmbeddingsAllToAll, SequenceEmbeddingsAllToAll
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.train_pipeline import tracing
+from torchrec.distributed.types import QuantizedCommCodecs
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, _permute_tensor_by_segments
 
@@ -132,12 +133,54 @@ def restore_last_lookup(kernel: Any, newest: dict[str, Any]) -> None:
 
 def cached_tables(model: nn.Module) -> list[str]:
     """Names of the tables of sharded modules that have a cache of rows, in the order of the modules."""
+    kernels = [entry for child in model.modules() for entry in compute_kernels(child).items()]
+    return [name for name, kernel in kernels if kernel == EmbeddingComputeKernel.FUSED_UVM_CACHING.value]
+
+
+def compute_kernels(module: nn.Module) -> dict[str, str]:
+    """Compute kernel of each table of a sharded module, on all ranks; empty for other modules."""
+    plan = getattr(module, "module_sharding_plan", {})
+    return {name: sharding.compute_kernel for name, sharding in plan.items()}
+
+
+def tables_of_lookup(lookup: Any) -> list[tuple[str, int, int]]:
+    """Name, rows on this rank, and number of features, of each table of a lookup, in the features' order."""
     return [
-        name
-        for child in model.modules()
-        for name, sharding in getattr(child, "module_sharding_plan", {}).items()
-        if sharding.compute_kernel == EmbeddingComputeKernel.FUSED_UVM_CACHING.value
+        (table.name, table.local_rows, len(table.feature_names))
+        for config in lookup.grouped_configs
+        for table in config.embedding_tables
     ]
+
+
+# ---------------------------------------------------------------------- output dists
+
+
+def output_dists_of(module: Any) -> list[nn.Module]:
+    """Output dists of a sharded module, in the order of its lookups."""
+    dists: list[nn.Module] = getattr(module, "_output_dists", [])
+    return dists
+
+
+def output_dist_has_sent(output_dist: Any) -> bool:
+    """Return False if an output dist creates its collective when it first sends, and has not sent yet."""
+    return getattr(output_dist, "_dist", output_dist) is not None
+
+
+def get_output_all_to_all(output_dist: Any) -> PooledEmbeddingsAllToAll | SequenceEmbeddingsAllToAll | None:
+    """All-to-all of an output dist; None if it sends in another way, or if it has sent nothing yet."""
+    all_to_all = getattr(output_dist, "_dist", None)
+    return all_to_all if type(all_to_all) in (PooledEmbeddingsAllToAll, SequenceEmbeddingsAllToAll) else None
+
+
+def get_output_group_and_codecs(all_to_all: Any) -> tuple[dist.ProcessGroup, QuantizedCommCodecs | None]:
+    """Process group and codecs of an all-to-all of outputs."""
+    return all_to_all._pg, all_to_all._codecs
+
+
+def pooled_columns_by_rank(output_dist: Any) -> list[list[int]]:
+    """Columns of each feature on each rank, of an output dist with a ``PooledEmbeddingsAllToAll``."""
+    columns: list[list[int]] = output_dist._emb_dim_per_rank_per_feature
+    return columns
 
 
 # ---------------------------------------------------------------------- input dists

@@ -150,15 +150,20 @@ def check_calls_can_be_captured(modules: Mapping[str, nn.Module]) -> None:
                 )
 
 
+def maps_ids_at_lookup(module: nn.Module) -> bool:
+    """Return True if a sharded module changes its map and evicts rows when it looks up.
+
+    A lookup ahead of the previous batch's checkpoint would be part of the checkpoint.
+    """
+    return isinstance(module, BaseShardedManagedCollisionEmbeddingCollection)
+
+
 def supports_late_rates(module: nn.Module) -> bool:
     """Return True if a sharded module's tables can step with a learning rate that is set after their lookup.
 
-    That requires kernels whose calls can be captured and repeated. A managed-collision module changes its map and
-    evicts rows when it looks up, so a lookup ahead of the previous batch's checkpoint would be part of the checkpoint.
+    That requires kernels whose calls can be captured and repeated.
     """
     kinds = (SplitTableBatchedEmbeddingBagsCodegen, DenseTableBatchedEmbeddingBagsCodegen)
-    if isinstance(module, BaseShardedManagedCollisionEmbeddingCollection):
-        return False
     return trains_only_tables(module) and all(isinstance(kernel, kinds) for kernel in _find_embedding_kernels(module))
 
 

@@ -7,7 +7,10 @@ base               2       1             0               0            the previo
 prefetch           2       2, 1          1               0            the previous batch
 early_prefetch     2       2, 1          1               0            the previous batch
 fused_sparse_dist  2       1             1               1            the previous batch
+compute_ahead      3       2             2               1, 0         the previous batch
 semi_sync          3       2             1               1            the batch before the previous one
+
+``compute_ahead`` looks up the rows that the previous batch has as well in the batch's turn, all others one batch ahead.
 """
 
 from __future__ import annotations
@@ -27,6 +30,8 @@ from lightning_pipe.engine.ranks.gloo_all_to_all import is_multi_host_gloo_group
 # Tasks of a balancer, and the average of table replicas, which only some models have.
 BALANCING = ("BalanceStart", "BalanceFinish")
 SYNC_REPLICAS = "SyncReplicas"
+# Tasks of plans that look up a batch in two parts.
+_DIVIDED = ("EmbOverlap", "EmbForwardAhead")
 _LOOKUP = ("H2DAndShuffle", "EmbInputDistStart", "EmbInputDistWait", "EmbPrefetch", "EmbForward")
 _STEP = ("DenseForward", "LossPostprocess", "DenseBackward", "EmbBackward", "FinalizeGrads", "OptimStep")
 
@@ -35,7 +40,7 @@ def _make_plan_spec(
     name: str, ahead: dict[str, TaskSchedule], order: tuple[str, ...], stale: tuple[Edge, ...] = ()
 ) -> PlanSpec:
     """Plan in which each task without an entry in *ahead* runs in the period in which its batch is trained."""
-    schedule = {task: ahead.get(task, TaskSchedule()) for task in (*_LOOKUP, *_STEP)}
+    schedule = {task: ahead.get(task, TaskSchedule()) for task in dict.fromkeys((*ahead, *_LOOKUP, *_STEP))}
     return PlanSpec(name, schedule, order, stale=stale)
 
 
@@ -106,6 +111,24 @@ _NAMED = (
             *("DenseBackward", "EmbBackward", "EmbPrefetch", "EmbForward", "FinalizeGrads", "OptimStep"),
         ),
     ),
+    # As TorchRec's TrainPipelinePEC, but gradients are not divided, which keeps every optimizer exact. Rows are sent
+    # while the batch before trains. The exchange of which rows that are is hidden behind the end of the step before.
+    _make_plan_spec(
+        "compute_ahead",
+        {
+            "H2DAndShuffle": TaskSchedule(3, "memcpy"),
+            "EmbInputDistStart": TaskSchedule(2, "data_dist"),
+            "EmbInputDistWait": TaskSchedule(2, "data_dist"),
+            "EmbPrefetch": TaskSchedule(2, "data_dist"),
+            "EmbOverlap": TaskSchedule(2, "data_dist"),
+            "EmbForwardAhead": TaskSchedule(1),
+        },
+        (
+            *("EmbInputDistStart", "H2DAndShuffle", "EmbForward", "EmbForwardAhead", "DenseForward"),
+            *("LossPostprocess", "EmbInputDistWait", "DenseBackward", "EmbBackward", "EmbPrefetch", "EmbOverlap"),
+            *("FinalizeGrads", "OptimStep"),
+        ),
+    ),
     # TorchRec's TrainPipelineSemiSync, stale from the first batch and without stash_gradients. The lookup stays on the
     # current stream: on another stream, the table values that it reads would depend on which stream is faster.
     _make_plan_spec(
@@ -132,7 +155,7 @@ INPUT = ("H2DAndShuffle", *BALANCING, "EmbInputDistStart", "EmbInputDistWait")
 # Tasks that may run in a worker thread, as tasks of the user's own may. The others submit to process groups that the
 # main thread uses between tasks too, or run the user's step.
 ON_WORKERS = frozenset({*INPUT, "EmbPrefetch"})
-_ON_MAIN = frozenset({*_LOOKUP, *_STEP, SYNC_REPLICAS}) - ON_WORKERS
+_ON_MAIN = frozenset({*_LOOKUP, *_DIVIDED, *_STEP, SYNC_REPLICAS}) - ON_WORKERS
 
 
 def recsys_plan(plan: str | Path | PipelinePlan, tasks: Sequence[PipelineTask]) -> PipelinePlan:
@@ -158,6 +181,7 @@ def recsys_plan(plan: str | Path | PipelinePlan, tasks: Sequence[PipelineTask]) 
 
 def plan_of_spec(spec: PlanSpec, tasks: Sequence[PipelineTask]) -> PipelinePlan:
     """Build the plan of *spec*. The balancer's tasks and the average of replicas are in it only if *tasks* has them."""
+    tasks = [task for task in tasks if task.name in spec.schedule or task.name not in _DIVIDED]
     names = [task.name for task in tasks]
     spec = _add_table_replica_sync_task(spec) if SYNC_REPLICAS in names else spec.without([SYNC_REPLICAS])
     # If gradients are scaled late (recsys_tasks(scaled_late=True)), the tables' backward follows the optimizer step.
@@ -257,6 +281,11 @@ def with_transfer_on_main(plan: PipelinePlan) -> PipelinePlan:
         return plan
     schedule = {**plan.spec.schedule, INPUT[0]: replace(where, thread_group=MAIN)}
     return PipelinePlan.from_spec(replace(plan.spec, schedule=schedule), plan.tasks.values())
+
+
+def divides_lookups(plan: PipelinePlan | PlanSpec) -> bool:
+    """Return True if *plan* looks up a batch in two parts, the first of which precedes its turn."""
+    return "EmbForwardAhead" in plan.schedule
 
 
 def looks_up_embeddings_ahead(plan: PipelinePlan | PlanSpec) -> bool:

@@ -13,6 +13,7 @@ from torchrec.distributed.types import Awaitable
 from lightning_pipe.recsys.kernels.kernel_calls import KernelOutputGradients, LookupCalls
 from lightning_pipe.recsys.modules.call_arguments import Arguments, PostprocessResults
 from lightning_pipe.recsys.rewrite.boundary import EmbeddingCut, cut_autograd_at_output
+from lightning_pipe.recsys.rewrite.divided_lookup import DividedRows, DivisionExchange, RowDivision
 from lightning_pipe.recsys.rewrite.input_dist import SplitsRequest
 
 if TYPE_CHECKING:
@@ -56,6 +57,24 @@ class DistributedFeatures:
     inputs: ModuleInputs
     distributed: dict[str, Any]
     error: Exception | None = None
+
+
+@dataclass
+class DividedFeatures:
+    """State after EmbOverlap: which rows of each divided module wait, and the exchange that tells other ranks."""
+
+    divisions: dict[str, list[RowDivision]]
+    exchange: DivisionExchange | None  # None if no module is divided
+
+
+@dataclass
+class AheadLookup:
+    """Lookup of one divided module whose first rows are sent."""
+
+    output: Awaitable[Any]
+    rows: list[DividedRows]
+    calls: LookupCalls | None
+    pinned: list[BatchRows]  # of dynamic tables
 
 
 @dataclass

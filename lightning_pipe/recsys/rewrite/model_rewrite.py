@@ -12,7 +12,8 @@ All state of a batch is in the objects that the methods return. The rewrite only
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,7 @@ import torch.distributed as dist
 from torchrec.distributed.model_parallel import get_unwrapped_module
 from torchrec.distributed.types import ShardedModule
 
+from lightning_pipe._compat.torchrec import copy_kjt_with_tensors
 from lightning_pipe.engine.common.errors import InputError, SetupError
 from lightning_pipe.engine.ranks.batch_status import BatchStatusExchange
 from lightning_pipe.engine.ranks.gloo_all_to_all import unwrap_full_duplex_group
@@ -35,12 +37,17 @@ from lightning_pipe.engine.runtime.devices import current_stream
 from lightning_pipe.engine.runtime.record_stream import record_stream
 from lightning_pipe.engine.runtime.sequencer import end_submission_turn
 from lightning_pipe.engine.runtime.worker import is_worker_thread
-from lightning_pipe.recsys.kernels.fused_kernels import find_fused_kernels, moves_rows_at_zero_gradient
+from lightning_pipe.recsys.kernels.fused_kernels import (
+    add_to_kernel_iteration_counts,
+    find_fused_kernels,
+    moves_rows_at_zero_gradient,
+)
 from lightning_pipe.recsys.kernels.kernel_calls import (
     LookupCalls,
     capture_calls,
     check_calls_can_be_captured,
     looks_up_replicated_tables,
+    maps_ids_at_lookup,
     supports_late_rates,
     trains_only_tables,
 )
@@ -50,14 +57,18 @@ from lightning_pipe.recsys.modules.dynamic_modules import is_dynamic
 from lightning_pipe.recsys.modules.ids_on_wire import IdsOnWire
 from lightning_pipe.recsys.modules.output_order import wait_output
 from lightning_pipe.recsys.rewrite.batch_state import (
+    AheadLookup,
     DistributedFeatures,
+    DividedFeatures,
     Embeddings,
     ModuleInputs,
     PendingFeatures,
     PendingSplits,
+    release_pinned_rows,
 )
 from lightning_pipe.recsys.rewrite.boundary import detach_output
 from lightning_pipe.recsys.rewrite.call_recorder import Recorder
+from lightning_pipe.recsys.rewrite.divided_lookup import DivisionExchange, RowDivision
 from lightning_pipe.recsys.rewrite.early_release import EarlyRelease, shallow_copy_arguments
 from lightning_pipe.recsys.rewrite.input_dist import SplitsMessageLayout, SplitsRequest, defer_input_dists
 from lightning_pipe.recsys.rewrite.resolution import ArgumentResolver, Method
@@ -97,11 +108,16 @@ class ModelRewrite:
             (default False). Always on if a row optimizer trains tables.
         look_ahead: capture the calls if possible, for lookups before the previous batch has trained: learning rates may
             change until the batch's turn (default False).
+        divide_lookups: the same for lookups in two parts (:mod:`.divided_lookup`), of modules for which this is
+            possible (default False).
+        undivided_reason: why no module's lookups can be divided, as the end of a sentence that begins with the module's
+            name (default empty: no such reason).
         free_features_early: release ids after they are sent, if only pipelined modules use them (default False).
 
     Attributes:
         splits_backward: True if the backward is split.
-        looks_ahead: True if ``look_ahead`` was requested and is possible for all modules on all ranks.
+        can_look_up_all_ahead: True if ``look_ahead`` was requested and is possible for all modules on all ranks.
+        looks_ahead: True if lookups may precede the batch's turn, those in two parts included.
         skips_unused_in_backward: value for ``agree_unused`` of ``backward``: True if an optimizer on any rank changes
             rows at a gradient of zero, which an unused output has.
         tables_backward: implementation of ``backward``, with its two halves.
@@ -126,6 +142,8 @@ class ModelRewrite:
         ids_on_wire: IdsOnWire = "auto",
         split_backward: bool = False,
         look_ahead: bool = False,
+        divide_lookups: bool = False,
+        undivided_reason: str = "",
         free_features_early: bool = False,
         status_group: dist.ProcessGroup | None = None,
     ) -> None:
@@ -146,10 +164,11 @@ class ModelRewrite:
         self._status_group = status if status is not None and status.size() > 1 else None
         # A rank only knows the kernels of its shards, but all ranks must behave alike.
         modules = self.sharded_modules.values()
-        by_rows, some_cannot_follow, self.skips_unused_in_backward = all_reduce_any(
+        by_rows, some_have_early_rates, some_map_ids, self.skips_unused_in_backward = all_reduce_any(
             [
                 _has_row_optimizers(modules),
                 not all(map(supports_late_rates, modules)),
+                any(map(maps_ids_at_lookup, modules)),
                 any(map(moves_rows_at_zero_gradient, modules)),
             ],
             self._agree_group,
@@ -159,7 +178,14 @@ class ModelRewrite:
             run_on_all_ranks(
                 lambda: check_calls_can_be_captured(self.sharded_modules), "", self._agree_group, InputError
             )
-        self.looks_ahead = look_ahead and not some_cannot_follow
+        self.can_look_up_all_ahead = look_ahead and not some_have_early_rates and not some_map_ids
+        self._has_reported_undivided = False
+        if not undivided_reason and some_have_early_rates:
+            undivided_reason = "is in a model with kernels that step with the learning rate of their lookup"
+        if undivided_reason:
+            for entry in sharded.values():
+                entry.undivided_reason = undivided_reason
+        self.looks_ahead = self.can_look_up_all_ahead or (divide_lookups and not some_have_early_rates)
         self.tables_backward = TableBackward(self.sharded_modules, self._agree_group)
         self._lookup_stream = current_stream(self._device)
         self._layout: SplitsMessageLayout | None = None
@@ -373,13 +399,81 @@ class ModelRewrite:
             self._sharded[name].prefetch(features, inputs.contexts[name], lookup_on, self.splits_backward)
         return DistributedFeatures(inputs, distributed, requests.error)
 
-    def look_up_embeddings(self, features: DistributedFeatures) -> Embeddings:
+    def divide_lookups(self, features: DistributedFeatures) -> DividedFeatures:
+        """Find the rows that the batch before has as well, and tell other ranks which of their rows come late.
+
+        Called for every batch, in order: the rows of this batch are compared with those of the last call.
+        """
+        divisions: dict[str, list[RowDivision]] = {}
+        group = None
+        for name, distributed in features.distributed.items():
+            entry = self._sharded[name]
+            if output_dists := entry.get_divided_output_dists():
+                group = output_dists[0].group
+                context = features.inputs.contexts[name]
+                features_by_sharding = _features_to_look_up(distributed, context)
+                divisions[name] = [
+                    output_dist.divide(*inputs)
+                    for output_dist, *inputs in zip(
+                        output_dists, features_by_sharding, context.sharding_contexts, strict=True
+                    )
+                ]
+        self._report_undivided_modules(features.distributed)
+        if group is None:
+            return DividedFeatures(divisions, None)
+        all_divisions = [division for of_module in divisions.values() for division in of_module]
+        return DividedFeatures(divisions, DivisionExchange(all_divisions, group))
+
+    def _report_undivided_modules(self, names: Iterable[str]) -> None:
+        entries = [self._sharded[name] for name in names]
+        is_known = all(entry.undivided_reason or entry.get_divided_output_dists() for entry in entries)
+        if not entries or not is_known or self._has_reported_undivided:
+            return
+        self._has_reported_undivided = True
+        reasons = [f"{entry.name!r} {entry.undivided_reason}" for entry in entries if entry.undivided_reason]
+        if reasons and (self._agree_group is None or self._agree_group.rank() == 0):
+            warnings.warn(
+                "These sharded modules are looked up only after the batch before has trained, as under the plan 'base':"
+                f" {'; '.join(reasons)}",
+                stacklevel=2,
+            )
+
+    def look_up_ahead(self, features: DistributedFeatures, divided: DividedFeatures) -> dict[str, AheadLookup]:
+        """Look up for the divided modules, and send the rows that do not wait. Requires grad mode."""
+        if divided.exchange is not None:
+            divided.exchange.wait()
+        lookups: dict[str, AheadLookup] = {}
+        for name, divisions in divided.divisions.items():
+            entry = self._sharded[name]
+            with ExitStack() as sending, self._capturing_lookup_calls(entry.module) as calls:
+                output_dists = entry.get_divided_output_dists()
+                rows = [
+                    sending.enter_context(output_dist.sending_ahead(division))
+                    for output_dist, division in zip(output_dists, divisions, strict=True)
+                ]
+                output = entry.module.compute_and_output_dist(
+                    features.inputs.contexts[name], features.distributed[name]
+                )
+            sent = [divided_rows for of_dist in rows for divided_rows in of_dist]
+            lookups[name] = AheadLookup(output, sent, calls, _take_pinned_rows([entry.module]))
+        return lookups
+
+    def discard_ahead(self, lookups: Mapping[str, AheadLookup]) -> None:
+        """Undo the first parts of lookups whose batch will not be trained."""
+        for name, lookup in lookups.items():
+            add_to_kernel_iteration_counts(self._sharded[name].module, -1)
+            release_pinned_rows(lookup.pinned, trained=False)
+
+    def look_up_embeddings(
+        self, features: DistributedFeatures, ahead: Mapping[str, AheadLookup] | None = None
+    ) -> Embeddings:
         """Look up for all modules, wait for the output dist of each, and cut the outputs.
 
         Without grad mode (evaluation) outputs are not cut and the kernels' step counters do not advance.
 
         Args:
             features: features of a batch after the input dist. An error that they hold is raised.
+            ahead: lookups whose first part is made; here only their second part is (default none).
 
         Returns:
             Outputs by module, of the types and shapes of the sharded modules, with the state for their backward.
@@ -390,19 +484,33 @@ class ModelRewrite:
         self._lookup_stream = current_stream(self._device)
         record_stream([features.distributed, inputs.contexts])
         embeddings = Embeddings(inputs)
+        ahead = ahead or {}
+        self._send_late_rows(ahead)
         modules = {name: self._sharded[name].module for name in features.distributed}
         awaitables: dict[str, Any] = {}
         captured: dict[str, LookupCalls | None] = {}
         with match_lookups_to_grad_mode(*modules.values()):
             for name, module in modules.items():
+                if name in ahead:
+                    awaitables[name], captured[name] = ahead[name].output, ahead[name].calls
+                    embeddings.hold_rows(ahead[name].pinned)
+                    continue
                 with self._capturing_lookup_calls(module) as captured[name]:
                     awaitables[name] = module.compute_and_output_dist(inputs.contexts[name], features.distributed[name])
             end_submission_turn()
             outputs = {name: wait_output(awaitable) for name, awaitable in awaitables.items()}
-        embeddings.hold_rows(_take_pinned_rows(modules.values()))
+        embeddings.hold_rows(_take_pinned_rows(module for name, module in modules.items() if name not in ahead))
         for name, output in outputs.items():
             embeddings.add_ready_output(name, output, captured[name])
         return embeddings
+
+    def _send_late_rows(self, ahead: Mapping[str, AheadLookup]) -> None:
+        if not ahead:
+            return
+        with torch.no_grad(), match_lookups_to_grad_mode(*(self._sharded[name].module for name in ahead)):
+            for lookup in ahead.values():
+                for rows in lookup.rows:
+                    rows.send_late_rows()
 
     @contextmanager
     def using_looked_up_embeddings(self, embeddings: Embeddings, batch: Any) -> Iterator[Embeddings]:
@@ -524,6 +632,16 @@ def _has_row_optimizers(modules: Iterable[torch.nn.Module]) -> bool:
     return any(
         get_attached_row_optimizer(kernel) is not None for module in modules for kernel in find_fused_kernels(module)
     )
+
+
+def _features_to_look_up(distributed: Any, context: Any) -> Any:
+    """Features of each sharding of a module; of a dynamic module, with slots instead of ids."""
+    rows: BatchRows | None = getattr(context, "rows", None)
+    if rows is None:
+        return distributed
+    if rows.features is None:  # they could not be fetched; the wait for the output raises an error
+        return [copy_kjt_with_tensors(distributed[0], values=torch.zeros_like(distributed[0].values()))]
+    return [rows.features]
 
 
 def _take_pinned_rows(modules: Iterable[torch.nn.Module]) -> list[BatchRows]:

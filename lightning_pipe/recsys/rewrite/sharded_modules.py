@@ -20,10 +20,15 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_pipe._compat.torch import tree_map_only
 from lightning_pipe._compat.torchrec import (
+    compute_kernels,
     get_all_to_all_group,
     get_input_dist_all_to_alls,
     get_module_sharding_types,
+    get_output_all_to_all,
     is_weighted,
+    lookups_of,
+    output_dist_has_sent,
+    output_dists_of,
     sharding_group,
     table_configs,
 )
@@ -53,6 +58,7 @@ from lightning_pipe.recsys.modules.feature_checks import (
 from lightning_pipe.recsys.modules.ids_on_wire import IdsOnWire, sends_int32
 from lightning_pipe.recsys.modules.output_order import wait_output
 from lightning_pipe.recsys.modules.row_means import ROW_SHARDED_TYPES
+from lightning_pipe.recsys.rewrite.divided_lookup import DividedOutputDist
 from lightning_pipe.recsys.rewrite.input_dist import FusableAllToAll, collect_outgoing_features, defer_input_dists
 from lightning_pipe.recsys.rewrite.routes import KJTAllToAllRoute
 
@@ -90,6 +96,9 @@ class ShardedModuleEntry:
         self.form: FeatureForm | None = None
         # A worker may prefetch rows during calls of the module; the lock serializes the two.
         self.lock = threading.Lock()
+        # Why its lookups are not divided, as the end of a sentence that begins with its name; empty if they can be.
+        self.undivided_reason = _find_undivided_reason(module)
+        self._divided: list[DividedOutputDist] = []
         self._caches = find_uvm_caching_kernels([module])
         self._fusable: list[FusableAllToAll] = []
         self._changes_features = isinstance(module, ShardedFeatureProcessedEmbeddingBagCollection)
@@ -165,6 +174,23 @@ class ShardedModuleEntry:
                 " Gloo cannot exchange them."
                 f" {'U' if dynamic else 'Shard these tables table_wise or column_wise, or u'}se one batch size."
             )
+
+    def get_divided_output_dists(self) -> list[DividedOutputDist]:
+        """Its output dists, if its lookups can be divided; none before its first lookup, which creates them."""
+        output_dists = output_dists_of(self.module)
+        if self._divided or self.undivided_reason or not all(map(output_dist_has_sent, output_dists)):
+            return self._divided
+        if self.form is not None and self.form.inverse_keys is not None:
+            self.undivided_reason = "gets features with a batch size per feature"
+        elif any(get_output_all_to_all(output_dist) is None for output_dist in output_dists):
+            types = ", ".join(sorted(get_module_sharding_types(self.module)))
+            self.undivided_reason = f"does not send all its outputs by an all-to-all of rows (sharded {types})"
+        else:
+            self._divided = [
+                DividedOutputDist(lookup, output_dist, self.device)
+                for lookup, output_dist in zip(lookups_of(self.module), output_dists, strict=True)
+            ]
+        return self._divided
 
     def resolve_arguments(self, batch: Any, results: PostprocessResults) -> Arguments:
         """Return its call's arguments from ``batch``."""
@@ -281,6 +307,17 @@ class ShardedModuleEntry:
 def match_lookups_to_grad_mode(*modules: torch.nn.Module) -> AbstractContextManager[None]:
     """Context of lookups. Without grad mode, the kernels' step counters do not advance."""
     return nullcontext() if torch.is_grad_enabled() else disable_lookup_training(modules)
+
+
+def _find_undivided_reason(module: ShardedModule[Any, Any, Any, Any]) -> str:
+    """Reason that is known before the first lookup. The same on every rank."""
+    group = sharding_group(module)
+    if group is None or group.size() == 1:
+        return "is on one rank, which sends nothing"
+    if not isinstance(module, (ShardedEmbeddingBagCollection, ShardedEmbeddingCollection)):
+        return f"is a {type(module).__name__}, whose lookup depends on more than the rows"
+    kernels = {kernel for kernel in compute_kernels(module).values() if kernel not in ("fused", "fused_uvm")}
+    return f"has the compute kernels {', '.join(sorted(kernels))}" if kernels else ""
 
 
 def _is_features(value: Any) -> bool:

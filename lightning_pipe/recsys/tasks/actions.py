@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     from lightning_pipe.recsys.balancing.balancer import BatchBalancer
 
 TABLES = State("tables")
+# Rows as they are read by a lookup ahead of the previous batch's update, which must not change them. EmbForward of the
+# previous batch "writes" it: all updates of earlier batches precede that task.
+ROWS_OF_EARLIER_BATCHES = State("rows_of_earlier_batches")
+NEWEST_IDS = State("newest_ids")  # ids of the newest batch, which the next one is compared with
 TABLE_LEARNING_RATES = State("table_learning_rates")
 DENSE_PARAMETERS = State("dense_parameters")
 DENSE_BUFFERS = State("dense_buffers")
@@ -122,7 +126,7 @@ class RecsysActions:
         between two averages are also averaged before validation.
         """
         rewrite = self._rewrite
-        reads = () if rewrite.looks_ahead else (TABLE_LEARNING_RATES,)
+        reads = () if rewrite.can_look_up_all_ahead else (TABLE_LEARNING_RATES,)
         if self.replicas is not None and self.replicas.groups.sync_every > 1:
             reads = (*reads, REPLICA_STEPS)
         by_optimizer = rewrite.has_replicated_tables and self._after_embedding_backward is None
@@ -188,17 +192,30 @@ class RecsysActions:
         ctx.features = self._rewrite.wait_inputs(ctx.input_requests)
         del ctx.input_requests
 
+    def emb_overlap(self, ctx: RecsysContext) -> None:
+        """Find the rows that the batch before has, too, and tell the ranks that will receive them."""
+        ctx.divided = self._rewrite.divide_lookups(ctx.features)
+
+    def emb_forward_ahead(self, ctx: RecsysContext) -> None:
+        """Look up the batch and send the rows that the batch before does not have, while that batch trains."""
+        divided = ctx.pop("divided")
+        if not self._tables_in_training:
+            self._apply_learning_rates()
+        with self._lookup_context() if self._lookup_context else _NOTHING, torch.enable_grad():
+            ctx.ahead = self._rewrite.look_up_ahead(ctx.features, divided)
+
     def emb_forward(self, ctx: RecsysContext) -> None:
         """Look up the rows and exchange the outputs; the only wait is for that exchange.
 
-        Raises an error of the batch that a worker thread has found.
+        After ``EmbForwardAhead``, only the rows that are not sent yet. Raises an error of the batch that a worker
+        thread has found.
         """
         ahead = self._rewrite.looks_ahead
         if not self._tables_in_training:
             self._apply_learning_rates()
         # It is only known later whether the batch will be trained. If it is not, the lookup's step count is undone.
         with self._lookup_context() if self._lookup_context else _NOTHING, torch.enable_grad() if ahead else _NOTHING:
-            ctx.embeddings = self._rewrite.look_up_embeddings(ctx.features)
+            ctx.embeddings = self._rewrite.look_up_embeddings(ctx.features, ctx.pop("ahead"))
         del ctx.features
 
     def dense_forward(self, ctx: RecsysContext) -> None:
@@ -308,6 +325,8 @@ class RecsysActions:
         for ctx in contexts:
             if (embeddings := ctx.pop("embeddings")) is not None:
                 self._tables_backward.discard(embeddings)
+            if (ahead := ctx.pop("ahead")) is not None:
+                self._rewrite.discard_ahead(ahead)
         self._tables_in_training = False
 
     def _apply_learning_rates(self) -> None:

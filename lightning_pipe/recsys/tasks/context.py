@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from lightning_pipe.engine import TrainingContext
-from lightning_pipe.recsys.rewrite.batch_state import DistributedFeatures, Embeddings, PendingFeatures, PendingSplits
+from lightning_pipe.recsys.rewrite.batch_state import (
+    AheadLookup,
+    DistributedFeatures,
+    DividedFeatures,
+    Embeddings,
+    PendingFeatures,
+    PendingSplits,
+)
 
 if TYPE_CHECKING:
     from lightning_pipe.recsys.balancing.balancer import PendingSampleExchange
@@ -22,6 +29,8 @@ class RecsysContext(TrainingContext):
         splits: the submitted all-to-all of splits.
         input_requests: the submitted all-to-alls of lengths and values.
         features: the features after the input dist.
+        divided: rows of the batch that the batch before also has, under a plan that computes ahead.
+        ahead: lookups whose other rows are sent already, under such a plan.
         embeddings: outputs of the lookups and the state that their backward needs.
         trained: True if the batch is trained: the context has a step and grad mode is on.
         loss: scalar loss, until the backward; None if the step returned none.
@@ -35,6 +44,8 @@ class RecsysContext(TrainingContext):
     splits: PendingSplits
     input_requests: PendingFeatures
     features: DistributedFeatures
+    divided: DividedFeatures
+    ahead: dict[str, AheadLookup]
     embeddings: Embeddings
     trained: bool
     loss: Tensor | None

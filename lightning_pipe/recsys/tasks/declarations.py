@@ -18,7 +18,9 @@ from lightning_pipe.recsys.tasks.actions import (
     DENSE_BUFFERS,
     DENSE_GRADIENTS,
     DENSE_PARAMETERS,
+    NEWEST_IDS,
     REPLICA_STEPS,
+    ROWS_OF_EARLIER_BATCHES,
     TABLE_LEARNING_RATES,
     TABLES,
     RecsysActions,
@@ -50,6 +52,7 @@ class RecsysTask:
         writes: context fields and persistent state that it writes, in-place changes included.
         model_reads: function of the actions that returns further state which the task reads in some models.
         replay: effects that a replay of the task restores, in addition to tensors of the context.
+        not_replayable: reason why it cannot be replayed (default empty: it can).
         needs: feature that a model must have for the task to exist; None for every model.
         device: resource that the task keeps busy on a GPU: compute units or copy engine.
         waited_by: task that waits for this task's messages, possibly the same task; None if it submits none.
@@ -66,6 +69,7 @@ class RecsysTask:
     writes: tuple[str, ...] = ()
     model_reads: Callable[[RecsysActions], tuple[State, ...]] | None = None
     replay: Callable[[RecsysReplayDeclarations], tuple[DeclaredIO, ...]] | None = None
+    not_replayable: str = ""
     needs: Literal["balancer", "replicas"] | None = None
     device: Resource = "compute"
     waited_by: str | None = None
@@ -127,11 +131,34 @@ TASKS: tuple[RecsysTask, ...] = (
         writes=("input_requests", "features"),
         replay=RecsysReplayDeclarations.emb_prefetch,
     ),
+    # The next two are in plans that look up a batch in two parts (compute_ahead).
+    RecsysTask(
+        "EmbOverlap",
+        RecsysActions.emb_overlap,
+        reads=("features", NEWEST_IDS),
+        writes=("divided", NEWEST_IDS),
+        not_replayable="it compares its batch with the batch before",
+        waited_by="EmbForwardAhead",
+        collectives=("tables",),
+        trains=True,
+    ),
+    # It reads only rows that EmbBackward of the batch before does not write. All earlier writes precede EmbForward of
+    # the batch before.
+    RecsysTask(
+        "EmbForwardAhead",
+        RecsysActions.emb_forward_ahead,
+        reads=("features", "divided", ROWS_OF_EARLIER_BATCHES),
+        writes=("divided", "ahead"),
+        not_replayable="its rows depend on the batch before",
+        waited_by="EmbForward",
+        collectives=("tables",),
+        trains=True,
+    ),
     RecsysTask(
         "EmbForward",
         RecsysActions.emb_forward,
-        reads=("features", TABLES),
-        writes=("features", "embeddings"),
+        reads=("features", "ahead", TABLES),
+        writes=("features", "ahead", "embeddings", ROWS_OF_EARLIER_BATCHES),
         model_reads=lambda actions: actions.extra_states_read_by_lookup,
         replay=RecsysReplayDeclarations.emb_forward,
         waited_by="EmbForward",

@@ -115,6 +115,8 @@ class RecsysReplayDeclarations:
 
     def emb_forward(self) -> tuple[DeclaredIO, ...]:
         def restore_embedding_outputs(ctx: RecsysContext, outputs: Mapping[str, Any]) -> None:
+            if (ahead := ctx.pop("ahead")) is not None:
+                self._rewrite.discard_ahead(ahead)
             ctx.embeddings = Embeddings(ctx.features.inputs)
             for name, output in outputs.items():
                 # Outputs without a graph get no captured lookups, since no gradients can be sent to them.

@@ -34,6 +34,7 @@ from lightning_pipe.recsys.kernels.fused_kernels import (
     preserve_pending_lookups,
 )
 from lightning_pipe.recsys.plans.recsys_plans import (
+    divides_lookups,
     looks_up_embeddings_ahead,
     needs_input_dist_process_group,
     plan_supports_cached_tables,
@@ -42,7 +43,7 @@ from lightning_pipe.recsys.plans.recsys_plans import (
 from lightning_pipe.recsys.rewrite.model_rewrite import ModelRewrite
 from lightning_pipe.recsys.rewrite.table_window import TableGradientAccumulator
 from lightning_pipe.recsys.sharding.sharded_model import ShardedModel
-from lightning_pipe.recsys.tasks.actions import LookupContext, RecsysActions, TableHooks
+from lightning_pipe.recsys.tasks.actions import TABLES, LookupContext, RecsysActions, TableHooks
 from lightning_pipe.recsys.tasks.declarations import RecsysTask
 from lightning_pipe.recsys.tasks.options import SessionOptions
 from lightning_pipe.recsys.tasks.task_list import recsys_tasks
@@ -123,7 +124,14 @@ class RecsysSession:
             self._balancer.attach_to_process_group(None if self.world is None else self._group("balance"), self.device)
             self._undo.callback(self._balancer.close)
         ahead = self._plan is None or looks_up_embeddings_ahead(self._plan)
-        self.rewrite = self.new_rewrite(step, split_backward=clipped or accumulates, look_ahead=ahead)
+        divide = self._plan is None or divides_lookups(self._plan)
+        self.rewrite = self.new_rewrite(
+            step,
+            split_backward=clipped or accumulates,
+            look_ahead=ahead,
+            divide_lookups=divide,
+            undivided_reason=self._find_undivided_reason(accumulates) if divide else "",
+        )
         self._undo.callback(self.rewrite.restore)
         self._refuse_wrong_caches(self.rewrite)
         clear_prefetches(
@@ -139,6 +147,15 @@ class RecsysSession:
             self.rewrite, window=self.window, transfer=transfer, agree_overflow=loss_scaled, **actions
         )
         return recsys_tasks(self._actions, scaled_late=clipped or loss_scaled, extra=self._extra_tasks)
+
+    def _find_undivided_reason(self, accumulates: bool) -> str:
+        """Why updates may change rows that the batch before does not have; empty if they do not."""
+        writers = [task.name for task in (self._extra_tasks or {}).values() if TABLES in task.writes]
+        if writers:
+            return f"has tables that the task {', '.join(writers)} writes"
+        if self._replicas is not None:
+            return "has replicas of its tables, whose averages change rows of other ranks' batches"
+        return "accumulates gradients over several batches" if accumulates else ""
 
     def _refuse_wrong_caches(self, rewrite: ModelRewrite) -> None:
         """Refuse tables with a cache under a plan for which FBGEMM's cache may give old values.
@@ -208,7 +225,12 @@ class RecsysSession:
         """Context with tasks that train as the training's tasks do, while that is suspended. Every rank enters it."""
         # Replayed iterations read their batches again, so ids must not be released.
         rewrite = self.new_rewrite(
-            step, split_backward=clipped, look_ahead=looks_up_embeddings_ahead(plan), free_features_early=False
+            step,
+            split_backward=clipped,
+            look_ahead=looks_up_embeddings_ahead(plan),
+            divide_lookups=divides_lookups(plan),
+            undivided_reason=self._find_undivided_reason(accumulates=False),
+            free_features_early=False,
         )
         report = None if self._balancer is None else self._balancer.report
         try:
@@ -255,6 +277,8 @@ class RecsysSession:
         *,
         split_backward: bool = False,
         look_ahead: bool = False,
+        divide_lookups: bool = False,
+        undivided_reason: str = "",
         free_features_early: bool | None = None,
     ) -> ModelRewrite:
         """Rewrite the model once more while its current rewrite is detached. Every rank calls this method."""
@@ -270,6 +294,8 @@ class RecsysSession:
             ids_on_wire=self.options.wire.ids,
             split_backward=split_backward,
             look_ahead=look_ahead,
+            divide_lookups=divide_lookups,
+            undivided_reason=undivided_reason,
             free_features_early=early,
         )
 

@@ -65,7 +65,11 @@ def _insert_extra_tasks(declared: Iterable[RecsysTask], extra: Mapping[str, Recs
 
 def _build_pipeline_task(declared: RecsysTask, actions: RecsysActions | None, scaled_late: bool) -> PipelineTask:
     reads, writes = declared.reads, declared.writes
-    both: dict[str, Any] = {"collectives": declared.collectives, "context": RecsysContext}
+    both: dict[str, Any] = {
+        "collectives": declared.collectives,
+        "context": RecsysContext,
+        "not_replayable": declared.not_replayable,
+    }
     if scaled_late and declared.late is not None:
         reads = (*reads, *declared.late.reads)
         writes = writes if declared.late.writes is None else declared.late.writes

@@ -1,0 +1,402 @@
+"""Lookups in two parts: rows that the batch before does not train, ahead of a batch's turn, and the others at its turn.
+
+    rows of a batch, on the rank that owns them
+      ├─ not in the batch before ─► sent while that batch trains ───────────────────┐
+      └─ in it ─► looked up again and sent after its tables' backward ──────────────┴─► output, in the usual order
+
+The rows ahead come from a lookup of the whole batch with autograd, and backward goes through that lookup as usual: one
+message with all gradients, and one call of each kernel with all ids. So each optimizer steps once per batch, with the
+same sums as without the division.
+
+TorchRec's ``ShardedPECEmbeddingCollection`` does this for sequences from tables sharded by rows. It divides gradients
+as well, and then calls each kernel twice per batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torchrec.distributed.comm_ops import get_gradient_division
+from torchrec.distributed.dist_data import (
+    PooledEmbeddingsAllToAll,
+    PooledEmbeddingsAwaitable,
+    SequenceEmbeddingsAwaitable,
+)
+from torchrec.distributed.types import Awaitable, QuantizedCommCodec
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from lightning_pipe._compat.torchrec import (
+    get_output_all_to_all,
+    get_output_group_and_codecs,
+    permute_segments,
+    pooled_columns_by_rank,
+    tables_of_lookup,
+)
+
+# ---------------------------------------------------------------------- which rows wait
+
+
+class NewestBatchRows:
+    """Finds the ids of a batch that the batch before it has, too. Takes one byte per row of this rank.
+
+    Args:
+        tables: name, number of rows on this rank, and number of features of each table, in the order of the features.
+        device: device of the ids.
+    """
+
+    def __init__(self, tables: Sequence[tuple[str, int, int]], device: torch.device) -> None:
+        rows = {name: count for name, count, _ in tables}  # shards of columns have the rows of their table in common
+        starts = dict(zip(rows, accumulate(rows.values(), initial=0), strict=False))
+        names = [name for name, _, features in tables for _ in range(features)]
+        self._starts = torch.tensor([starts[name] for name in names], dtype=torch.int64, device=device)
+        self._rows = torch.tensor([rows[name] for name in names], dtype=torch.int64, device=device)
+        self._marked = torch.zeros(sum(rows.values()), dtype=torch.bool, device=device)
+        self._places: Tensor | None = None
+
+    def replace(self, features: KeyedJaggedTensor) -> Tensor:
+        """Make *features* the newest batch. Return True for each of its ids that the batch before it has."""
+        lengths = features.lengths().view(len(self._rows), features.stride()).sum(1)
+        starts, rows = (values.repeat_interleave(lengths) for values in (self._starts, self._rows))
+        ids = features.values().long()
+        # FBGEMM looks up row 0 for an id outside of its table.
+        places = torch.where((ids < 0) | (ids >= rows), 0, ids) + starts
+        shared = self._marked[places]
+        if self._places is not None:
+            self._marked[self._places] = False
+        self._marked[places] = True
+        self._places = places
+        return shared
+
+
+class RowDivision:
+    """Division of the rows that an output dist sends for one batch.
+
+    Attributes:
+        late_features: features whose rows are looked up at the batch's turn, shaped like those of the whole batch.
+        order: places of the sent rows in the lookup's output; None if rows are sent in that order.
+        late: True for each sent row that waits, in the order in which rows are sent.
+        late_places: places of the late rows in the output of the late lookup, in the same order.
+        sent: number of rows sent to each rank.
+        received: number of rows received from each rank.
+        late_received: True for each received row that comes late; known after the exchange, as the next two.
+        late_sent_counts: number of late rows sent to each rank.
+        late_received_counts: number of late rows received from each rank.
+    """
+
+    late_received: Tensor
+    late_sent_counts: list[int]
+    late_received_counts: list[int]
+
+    def __init__(
+        self,
+        late_features: KeyedJaggedTensor,
+        order: Tensor | None,
+        late: Tensor,
+        late_places: Tensor,
+        sent: list[int],
+        received: list[int],
+    ) -> None:
+        self.late_features = late_features
+        self.order = order
+        self.late = late
+        self.late_places = late_places
+        self.sent = sent
+        self.received = received
+
+
+def _select_ids(features: KeyedJaggedTensor, selected: Tensor) -> KeyedJaggedTensor:
+    """Features with the selected ids only, in bags of the same number."""
+    sums = torch.cat([selected.new_zeros(1, dtype=torch.int64), selected.cumsum(0)])
+    weights = features.weights_or_none()
+    return KeyedJaggedTensor(
+        keys=features.keys(),
+        values=features.values()[selected],
+        weights=None if weights is None else weights[selected],
+        lengths=sums[features.offsets().long()].diff().to(features.lengths().dtype),
+        stride=features.stride(),
+    )
+
+
+class DividedOutputDist:
+    """One sharding of a module: its lookup and its output dist.
+
+    Args:
+        lookup: TorchRec's lookup.
+        output_dist: TorchRec's output dist, for which :func:`get_output_all_to_all` returns an all-to-all.
+        device: device of the rows.
+    """
+
+    def __init__(self, lookup: nn.Module, output_dist: nn.Module, device: torch.device) -> None:
+        self.lookup = lookup
+        self._all_to_all: Any = get_output_all_to_all(output_dist)
+        self.group, codecs = get_output_group_and_codecs(self._all_to_all)
+        self.forward_codec = None if codecs is None else codecs.forward
+        self.backward_codec = None if codecs is None else codecs.backward
+        self._newest = NewestBatchRows(tables_of_lookup(lookup), device)
+        self.columns_by_rank: list[int] | None = None  # of pooled embeddings
+        self._width = 0
+        if isinstance(self._all_to_all, PooledEmbeddingsAllToAll):
+            columns = pooled_columns_by_rank(output_dist)
+            self.columns_by_rank = [sum(of_rank) for of_rank in columns]
+            # Pooled embeddings are sent as rows of one width, so that each bag is a whole number of rows.
+            self._width = math.gcd(*(dimension for of_rank in columns for dimension in of_rank))
+            own = columns[self.group.rank()]
+            rows = [dimension // self._width for dimension in own]
+            self._rows_per_bag = torch.tensor(rows, dtype=torch.int64, device=device)
+
+    def divide(self, features: KeyedJaggedTensor, context: Any) -> RowDivision:
+        """Divide the rows of a batch by whether the batch before it has them, too.
+
+        Args:
+            features: features after the input dist.
+            context: TorchRec's context of this sharding after the input dist.
+        """
+        ranks = self.group.size()
+        sizes: list[int] = context.batch_size_per_rank or [features.stride() // ranks] * ranks
+        shared = self._newest.replace(features)
+        if self.columns_by_rank is not None:
+            return self._divide_bags(features, shared, sizes)
+        lengths = features.lengths().view(len(features.keys()), features.stride())
+        counts = torch.stack([of_rank.sum(1) for of_rank in lengths.split(sizes, dim=1)], dim=1)  # features x ranks
+        by_rank = torch.arange(counts.numel(), dtype=torch.int32, device=counts.device).view_as(counts).T.flatten()
+        places = torch.arange(len(shared), device=shared.device)
+        order, _ = permute_segments(places, counts.flatten(), by_rank)
+        late = shared[order]
+        # The late lookup returns the rows of the shared ids only, in their order.
+        late_places = (shared.cumsum(0) - 1)[order[late]]
+        # TorchRec's names are those of the input dist.
+        sent, received = context.output_splits, context.input_splits
+        return RowDivision(_select_ids(features, shared), order, late, late_places, list(sent), list(received))
+
+    def _divide_bags(self, features: KeyedJaggedTensor, shared: Tensor, sizes: list[int]) -> RowDivision:
+        offsets = features.offsets().long()
+        counted = torch.cat([shared.new_zeros(1, dtype=torch.int64), shared.cumsum(0)])
+        waits = counted[offsets].diff() > 0  # bags
+        by_feature = waits.view(len(features.keys()), features.stride())
+        late = by_feature.T.repeat_interleave(self._rows_per_bag, dim=1).flatten()
+        late_features = _select_ids(features, waits.repeat_interleave(offsets.diff()))
+        assert self.columns_by_rank is not None
+        rank = self.group.rank()
+        rows = [columns // self._width for columns in self.columns_by_rank]
+        sent = [rows[rank] * size for size in sizes]
+        received = [sizes[rank] * rows_of_rank for rows_of_rank in rows]
+        # The late lookup returns all bags; those without ids are not sent.
+        return RowDivision(late_features, None, late, late.nonzero().squeeze(1), sent, received)
+
+    # ------------------------------------------------------------------ the rows
+
+    @contextmanager
+    def sending_ahead(self, division: RowDivision) -> Iterator[list[DividedRows]]:
+        """Context in which the output dist sends the rows that do not wait, and adds them to the list yielded."""
+        divided: list[DividedRows] = []
+
+        def send(rows: Tensor, *_: Any, unbucketize_permute_tensor: Tensor | None = None, **__: Any) -> Awaitable[Any]:
+            divided.append(DividedRows(self, division, rows))
+            if self.columns_by_rank is None:
+                return SequenceEmbeddingsAwaitable(divided[0], unbucketize_permute_tensor, rows.shape[1])
+            awaitable = PooledEmbeddingsAwaitable(divided[0])
+            awaitable.callbacks.extend(self._all_to_all.callbacks)
+            return awaitable
+
+        self._all_to_all.forward = send
+        try:
+            yield divided
+        finally:
+            del self._all_to_all.forward
+
+    def width(self, rows: Tensor) -> int:
+        """Columns of the rows that are sent for a lookup's output."""
+        return self._width or rows.shape[1]
+
+
+class DividedRows(Awaitable[Tensor]):
+    """The output of one lookup on its way in two messages. The first one is sent when this object is made.
+
+    Args:
+        output_dist: where it is sent.
+        division: its division, after the exchange.
+        rows: output of the lookup of the whole batch, with its graph.
+    """
+
+    def __init__(self, output_dist: DividedOutputDist, division: RowDivision, rows: Tensor) -> None:
+        super().__init__()
+        self._dist, self._division = output_dist, division
+        self._shape, self._width = rows.shape, output_dist.width(rows)
+        ahead = ~division.late
+        values = rows.detach().reshape(-1, self._width)
+        values = values[ahead if division.order is None else division.order[ahead]]
+        self._ahead = self._send(
+            values,
+            _subtract(division.sent, division.late_sent_counts),
+            _subtract(division.received, division.late_received_counts),
+        )
+        self._late: _Message | None = None
+        self._gradients: _Message | None = None
+        self._source = _RowsToSend.apply(rows, self)
+
+    def send_late_rows(self) -> None:
+        """Look up the rows that have waited, and send them. Without gradients: those take the way of all rows."""
+        division = self._division
+        with torch.no_grad():
+            rows = self._dist.lookup(division.late_features).reshape(-1, self._width)[division.late_places]
+        self._late = self._send(rows, division.late_sent_counts, division.late_received_counts)
+
+    def _wait_impl(self) -> Tensor:
+        received: Tensor = _ReceivedRows.apply(self._source, self)
+        return received
+
+    def merge(self) -> Tensor:
+        """Wait for both messages and return the rows in the order of the output dist's own result."""
+        assert self._late is not None
+        late = self._division.late_received
+        rows = self._ahead.wait().view(-1, self._width)
+        merged = rows.new_empty(len(late), self._width)
+        merged[~late] = rows
+        merged[late] = self._late.wait().view(-1, self._width)
+        columns = self._dist.columns_by_rank
+        if columns is None:
+            return merged
+        blocks = merged.split(self._division.received)
+        return torch.cat([block.view(-1, dim) for block, dim in zip(blocks, columns, strict=True) if dim], dim=1)
+
+    # ------------------------------------------------------------------ gradients, all in one message
+
+    def send_gradients(self, gradient: Tensor) -> None:
+        """Submit the exchange of the gradients of what :meth:`merge` has returned."""
+        columns = self._dist.columns_by_rank
+        if columns is not None:
+            gradient = torch.cat([block.reshape(-1) for block in gradient.split(columns, dim=1)])
+        self._gradients = self._send(
+            gradient.reshape(-1, self._width), self._division.received, self._division.sent, backward=True
+        )
+
+    def wait_for_gradients(self) -> Tensor:
+        """Return the gradients of the lookup's output."""
+        assert self._gradients is not None
+        rows = self._gradients.wait().view(-1, self._width)
+        self._gradients = None
+        if self._division.order is not None:
+            rows = torch.empty_like(rows).index_copy_(0, self._division.order, rows)
+        if get_gradient_division():
+            rows.div_(self._dist.group.size())
+        return rows.view(self._shape)
+
+    def _send(self, rows: Tensor, sent: Sequence[int], received: Sequence[int], *, backward: bool = False) -> _Message:
+        codec = self._dist.backward_codec if backward else self._dist.forward_codec
+        return _Message(
+            self._dist.group, rows, [n * self._width for n in sent], [n * self._width for n in received], codec
+        )
+
+
+def _subtract(counts: Sequence[int], late: Sequence[int]) -> list[int]:
+    return [count - late_count for count, late_count in zip(counts, late, strict=True)]
+
+
+class _Message:
+    """One all-to-all of rows, in the format of *codec*. *sent* and *received* are numbers of values by rank."""
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        rows: Tensor,
+        sent: list[int],
+        received: list[int],
+        codec: QuantizedCommCodec[Any] | None,
+    ) -> None:
+        self._codec = codec
+        values = rows.contiguous().view(-1)
+        if codec is not None:
+            self._context = codec.create_context()
+            values = codec.encode(values, self._context)
+            sent, received = (
+                [codec.calc_quantized_size(n, self._context) for n in sizes] for sizes in (sent, received)
+            )
+        self._received = values.new_empty(sum(received))
+        self._work: Any = dist.all_to_all_single(
+            output=self._received,
+            input=values,
+            output_split_sizes=received,
+            input_split_sizes=sent,
+            group=group,
+            async_op=True,
+        )
+
+    def wait(self) -> Tensor:
+        self._work.wait()
+        return self._received if self._codec is None else self._codec.decode(self._received, self._context)
+
+
+class _RowsToSend(torch.autograd.Function):
+    """Start of the way of the rows. Its backward, the last of an output dist, waits for the gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, divided: DividedRows) -> Tensor:
+        ctx.divided = divided
+        return rows.new_empty(0)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
+        return ctx.divided.wait_for_gradients(), None
+
+
+class _ReceivedRows(torch.autograd.Function):
+    """End of the way of the rows. Its backward sends the gradients, for all modules before the first waits."""
+
+    @staticmethod
+    def forward(ctx: Any, source: Tensor, divided: DividedRows) -> Tensor:
+        ctx.divided = divided
+        return divided.merge()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        ctx.divided.send_gradients(gradient)
+        return gradient.new_zeros(0), None
+
+
+# ---------------------------------------------------------------------- which received rows come late
+
+
+class DivisionExchange:
+    """One all-to-all that tells every rank which of the rows that it will receive come late.
+
+    Args:
+        divisions: divisions of a batch, in the same order on every rank.
+        group: process group of the output dists.
+    """
+
+    def __init__(self, divisions: Sequence[RowDivision], group: dist.ProcessGroup) -> None:
+        self._divisions = divisions
+        self._by_division = [division.late.split(division.sent) for division in divisions]
+        # For each rank, the rows of all divisions.
+        flags = torch.cat([part for parts in zip(*self._by_division, strict=True) for part in parts]).to(torch.uint8)
+        self._sizes = list(zip(*(division.received for division in divisions), strict=True))
+        self._received = flags.new_empty(sum(map(sum, self._sizes)))
+        self._work: Any = dist.all_to_all_single(
+            output=self._received,
+            input=flags,
+            output_split_sizes=[sum(sizes) for sizes in self._sizes],
+            input_split_sizes=[sum(sizes) for sizes in zip(*(division.sent for division in divisions), strict=True)],
+            group=group,
+            async_op=True,
+        )
+
+    def wait(self) -> None:
+        """Complete the divisions. The host waits for the numbers of late rows."""
+        self._work.wait()
+        parts = self._received.bool().split([size for sizes in self._sizes for size in sizes])
+        count = len(self._divisions)
+        by_division = [parts[index::count] for index in range(count)]
+        sums = [part.sum() for of_division in (*self._by_division, *by_division) for part in of_division]
+        counts = torch.stack(sums).view(2, count, -1).tolist()
+        for index, division in enumerate(self._divisions):
+            division.late_received = torch.cat(list(by_division[index]))
+            division.late_sent_counts, division.late_received_counts = counts[0][index], counts[1][index]
