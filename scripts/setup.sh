@@ -27,7 +27,7 @@ if ! .venv/bin/python -m pip --version >/dev/null 2>&1; then
 fi
 # The lists are complete, so pip resolves no dependencies. It builds no packages either, which would download build tools,
 # and installs no package without a hash.
-hashed() { .venv/bin/python -m pip install --require-hashes --no-deps --only-binary=:all: "$@"; }
+hashed() { .venv/bin/python -m pip install -q --require-hashes --no-deps --only-binary=:all: "$@"; }
 pip() { .venv/bin/python -m pip "$@"; }
 
 if [ "${1:-}" = test ]; then
@@ -38,11 +38,12 @@ fi
 
 has_nvidia_driver() { [ -e /proc/driver/nvidia/version ] || nvidia-smi -L >/dev/null 2>&1; }
 
+echo "setup: installing the packages of requirements/train.txt, then torch, in one to five minutes"
 hashed -r requirements/train.txt
 if has_nvidia_driver; then
     hashed -r requirements/torch.txt -r requirements/torchrec-gpu.txt
 else
-    if ! pip install --no-deps ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} -r requirements/torch-cpu.txt; then
+    if ! pip install -q --no-deps ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} -r requirements/torch-cpu.txt; then
         echo "setup: this package index has no CPU build of torch; installing the default build, which also works but is" \
             "several GB larger. Set TORCH_INDEX=... to an index with the CPU build, such as PyTorch's own." >&2
         hashed -r requirements/torch.txt
@@ -50,7 +51,7 @@ else
     hashed -r requirements/torchrec-cpu.txt
 fi
 # Built with the pinned setuptools, without downloads for the build.
-pip install --no-deps --no-build-isolation --editable .
+pip install -q --no-deps --no-build-isolation --editable .
 
 .venv/bin/python -m lightning_pipe.check_installation
 echo "setup: .venv is ready; the command is .venv/bin/lightning-pipe"

@@ -77,7 +77,7 @@ def choice_report(choice: PlanChoice) -> Group:
     }
     wins = {name: sum(map(operator.lt, times, measured[by_hand])) for name, times in measured.items()}
     table = ReportTable.create_with_number_columns(
-        "plan", "ms per iteration", "min .. max", "faster in", "hand-written = 1"
+        "plan", "ms per iteration", "min .. max", f"rounds faster than {by_hand}", "ratio in the same rounds"
     )
     for name in sorted(ratios, key=lambda name: ratios[name]):
         table.add_row(
@@ -96,7 +96,7 @@ def choice_report(choice: PlanChoice) -> Group:
             " rounds"
         )
     elif len(ratios) > len(choice.hand_written):
-        why = "no found plan is faster beyond noise"
+        why = "no variant of the planner is faster beyond noise"
     else:
         why = "no other plan was tried" if len(ratios) == 1 else "only hand-written plans were tried"
     longest = sorted(choice.task_seconds, key=lambda name: -choice.task_seconds[name])[:4]

@@ -147,7 +147,7 @@ def test_a_profile_waits_until_nobody_else_records(found: list[dict[str, Any]]) 
 
 def test_the_first_rank_prints_logs_and_writes(found: list[dict[str, Any]]) -> None:
     first, second = found[0]["all"], found[1]["all"]
-    assert "under the plan prefetch; longest of the measured tasks: " in first.printed
+    assert "under the plan prefetch; longest of the measured tasks: " in " ".join(first.printed.split())
     assert "plan prefetch" not in second.printed + found[0]["begin"].printed
     ((step, values),) = first.logged
     assert step == 4  # as others count, from 0

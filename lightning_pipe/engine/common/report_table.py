@@ -24,4 +24,8 @@ class ReportTable(Table):
 
 def print_report(report: RenderableType, *, soft_wrap: bool = False) -> None:
     """Print to the terminal. Markup is disabled because names may contain square brackets."""
-    Console(markup=False, highlight=False, emoji=False, soft_wrap=soft_wrap).print(report)
+    console = Console(markup=False, highlight=False, emoji=False, soft_wrap=soft_wrap)
+    # A Console writes past the stdout of a progress bar that is still shown, which then erases these lines.
+    with console.capture() as printed:
+        console.print(report)
+    print(printed.get(), end="", flush=True)

@@ -133,7 +133,7 @@ class ProfileResult:
         longest = sorted(self.tasks, key=lambda name: -self.tasks[name].seconds)[:3]
         shares = [f"{name} {100 * self.tasks[name].seconds / self.seconds:.0f} %" for name in longest if self.seconds]
         longest_text = f"; longest of the measured tasks: {', '.join(shares)}" if shares else ""
-        lines = [f"A step takes {_short_ms(self.seconds)} ms under the plan {self.plan}{longest_text}."]
+        lines = [f"The tasks of a step take {_short_ms(self.seconds)} ms under the plan {self.plan}{longest_text}."]
         lines += [self._summarize_exposed_times(), *self._summarize_hidden_time()]
         elsewhere = [where for where in self.predicted if where != THIS_MACHINE]
         if elsewhere and (self._has_busy_cores or self._simulation_error <= _WRONG):
@@ -141,7 +141,7 @@ class ProfileResult:
             times = [
                 f"{where} {' / '.join(_short_ms(s) for s in self.predicted[where].values())} ms" for where in elsewhere
             ]
-            lines.append(f"Predicted for the same step under {plans}: {'; '.join(times)}.")
+            lines.append(f"Predicted for the same step with a core for each rank, under {plans}: {'; '.join(times)}.")
         return lines
 
     @property
@@ -176,7 +176,7 @@ class ProfileResult:
             and task.overlapped_fraction is not None
             and (task.high or 0.0) < (1 - _HIDDEN) * task.seconds
         ]
-        sentences = [f"A step would be shorter without {', '.join(names)}."] if names else []
+        sentences = [f"A step would be shorter without {', '.join(names)}."] if names and not self.noise_warning else []
         if hidden:
             sentences.append(f"The plan hides {', '.join(hidden)}.")
         if self.noise_warning:

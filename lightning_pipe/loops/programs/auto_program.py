@@ -143,6 +143,8 @@ class AutoProgram(TrainingProgram):
         self._trace: TraceRecorder | None = None  # trace of tasks
         self._draining = False  # True while only the batches in flight are trained
         self._start_exploration()
+        plans_text, least, most = self._estimate_search_length()
+        rank_zero_info(f"Trying {plans_text}, which takes about {least:,} to {most:,} batches of this training.")
 
     def begin_next_batch(self, source: Iterator[Any]) -> TrainingContext:
         self._record_iteration_time()
@@ -175,15 +177,24 @@ class AutoProgram(TrainingProgram):
 
     def close(self) -> None:
         if self._pipelines and self._choice is None:
+            _, least, most = self._estimate_search_length()
             rank_zero_info(
-                f"Training ended before a plan was chosen, under plan {self.pipeline.plan.name!r}. Iterations at the"
-                " start and end of an epoch do not count. Train longer, or reduce iterations, rounds,"
-                " max_generated or extra_rounds in the strategy's exploration."
+                f"Training ended before a plan was chosen, under plan {self.pipeline.plan.name!r}. The search takes"
+                f" about {least:,} to {most:,} batches; those at the start and end of an epoch do not count. Train"
+                " longer, or reduce iterations, rounds, max_generated or extra_rounds of the option auto.exploration."
             )
         for pipeline in self._pipelines.values():
             pipeline.close()
         self._pipelines.clear()
         super().close()
+
+    def _estimate_search_length(self) -> tuple[str, int, int]:
+        """Description of the plans, and the fewest and most batches that the search needs, about."""
+        sizes = self._exploration
+        blocks = [sizes.iterations + 2 * plan.max_stage + 2 for plan in self._hand_written]
+        of_round = sum(blocks) + sizes.max_generated * max(blocks)
+        plans_text = f"{len(blocks)} plans and up to {sizes.max_generated} variants"
+        return plans_text, of_round * sizes.rounds, of_round * (sizes.rounds + sizes.extra_rounds)
 
     # ------------------------------------------------------------------ blocks of iterations
 

@@ -21,7 +21,7 @@ from lightning_pipe.recsys.sharding.sharded_model import ShardedModel
 from lightning_pipe.recsys.tasks.auto_plan import hand_written_plans, recsys_costs, recsys_machine
 from lightning_pipe.recsys.tasks.declarations import TASKS
 
-LINK = "on a link of 1 Gbit/s"
+LINK = "between ranks on a link of 1 Gbit/s"
 DISK = "with rows on a disk"
 _PLANS = ("serial", "base", "prefetch")
 _LINK_LATENCY, _LINK_BANDWIDTH = 50e-6, 125e6  # seconds; bytes per second

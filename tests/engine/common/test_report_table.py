@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import io
 
+import pytest
 from rich.console import Console
+from rich.file_proxy import FileProxy
 
-from lightning_pipe.engine.common.report_table import ReportTable
+from lightning_pipe.engine.common.report_table import ReportTable, print_report
 
 
 def test_nothing_is_cut_off_in_a_narrow_terminal() -> None:
@@ -20,3 +22,12 @@ def test_nothing_is_cut_off_in_a_narrow_terminal() -> None:
     assert "…" not in text
     # What is folded continues in the next line.
     assert {"recsys_fuse", "d_sparse_di", "st_pipeline", "1234.567", "12.300"} <= set(text.split())
+
+
+def test_a_report_is_printed_through_the_stdout_of_a_progress_bar_that_is_still_shown(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    above_bar, terminal = io.StringIO(), io.StringIO()
+    monkeypatch.setattr("sys.stdout", FileProxy(Console(file=above_bar), terminal))
+    print_report("a line\nanother")
+    assert (above_bar.getvalue(), terminal.getvalue()) == ("a line\nanother\n", "")

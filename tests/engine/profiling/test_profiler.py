@@ -309,17 +309,17 @@ HERE = {THIS_MACHINE: {"serial": 0.012, "base": 0.010, "prefetch": 0.008}, "else
         (
             ProfileResult("base", 0.01, SURE, 7, 10, predicted=HERE),
             [
-                "A step takes 10.0 ms under the plan base; longest of the measured tasks: B 60 %, A 40 %.",
+                "The tasks of a step take 10.0 ms under the plan base; longest of the measured tasks: B 60 %, A 40 %.",
                 "A step would be shorter without A (30 to 50 %). The plan hides B.",
                 "Predicted: a plan can hide 4.0 of the serial plan's 12.0 ms; base hides 2.0 ms.",
                 "Next: try the plan 'prefetch'.",
-                "Predicted for the same step under serial / base: elsewhere 20.0 / 10.0 ms.",
+                "Predicted for the same step with a core for each rank, under serial / base: elsewhere 20.0 / 10.0 ms.",
             ],
         ),
         (
             ProfileResult("prefetch", 0.009, SURE, 7, 10, predicted=HERE),
             [
-                *["A step takes 9.0 ms", "A step would be", "Predicted: a plan can hide 4.0"],
+                *["The tasks of a step take 9.0 ms", "A step would be", "Predicted: a plan can hide 4.0"],
                 "Next: make A faster; no other plan hides more.",
                 "Predicted for the same step",
             ],
@@ -327,7 +327,7 @@ HERE = {THIS_MACHINE: {"serial": 0.012, "base": 0.010, "prefetch": 0.008}, "else
         (
             ProfileResult("base", 0.01, NOISE, 7, 10, busy=0.97, predicted=HERE),
             [
-                "A step takes 10.0 ms",
+                "The tasks of a step take 10.0 ms",
                 "2 of 2 intervals contain 0 and are wide: too noisy to rank these tasks",
                 "The cores of this machine are busy for 97 % of the time: a step waits for them, which",
                 "Predicted for the same step",
@@ -335,22 +335,36 @@ HERE = {THIS_MACHINE: {"serial": 0.012, "base": 0.010, "prefetch": 0.008}, "else
         ),
         (
             ProfileResult("base", 0.01, NOISE, 7, 10, predicted=HERE),
-            ["A step takes 10.0 ms", "2 of 2 intervals", "Predicted: a plan can hide", "Predicted for the same step"],
+            [
+                "The tasks of a step take 10.0 ms",
+                "2 of 2 intervals",
+                "Predicted: a plan can hide",
+                "Predicted for the same step",
+            ],
         ),
         (
             ProfileResult("base", 0.015, SURE, 7, 10, predicted=HERE),
             [
-                *["A step takes 15.0 ms", "A step would be shorter"],
+                *["The tasks of a step take 15.0 ms", "A step would be shorter"],
                 "A simulation of this plan gives 10.0 ms a step, too far from the measured time",
             ],
         ),
         (
             ProfileResult("p", 0.01, {"A": TaskProfile(0.004, 0.006, 0.001, 0.02), "B": SURE["A"]}, 7, 10),
-            ["A step takes 10.0 ms", "A step would be shorter without B (30 to 50 %)."],
+            ["The tasks of a step take 10.0 ms", "A step would be shorter without B (30 to 50 %)."],
         ),
-        (ProfileResult("p", 0.01, SURE, 1, 10), ["A step takes 10.0 ms", "Fewer than 3 rounds give no intervals"]),
-        (ProfileResult("p", 0.0, SURE, 7, 10), ["A step takes 0.000 ms under the plan p.", "No task was replayed"]),
-        (ProfileResult("p", 0.01, {"A": TaskProfile(0.004)}), ["A step takes 10.0 ms", "No task was replayed"]),
+        (
+            ProfileResult("p", 0.01, SURE, 1, 10),
+            ["The tasks of a step take 10.0 ms", "Fewer than 3 rounds give no intervals"],
+        ),
+        (
+            ProfileResult("p", 0.0, SURE, 7, 10),
+            ["The tasks of a step take 0.000 ms under the plan p.", "No task was replayed"],
+        ),
+        (
+            ProfileResult("p", 0.01, {"A": TaskProfile(0.004)}),
+            ["The tasks of a step take 10.0 ms", "No task was replayed"],
+        ),
     ],
     ids=[
         "another plan",
