@@ -145,16 +145,17 @@ def find_plan_by_name(name: str) -> PipelinePlan:
 
 
 def _recsys_plan(plan: str | PlanSpec) -> PipelinePlan:
-    """Plan with a name, or of a spec. Balancing and table replicas are enabled if the spec contains their tasks."""
+    """Plan with a name, or of a spec. Tasks that only some models or plans have are enabled if the spec has them."""
     import_torchrec()  # lazy: other commands do not need it
     from lightning_pipe.recsys.plans.recsys_plans import BALANCING, PLANS, SYNC_REPLICAS, plan_of_spec
     from lightning_pipe.recsys.tasks.task_list import recsys_tasks
 
     spec = PLANS[plan] if isinstance(plan, str) else plan
     task_names = spec.schedule.keys()
-    return plan_of_spec(
-        spec, recsys_tasks(balanced=not task_names.isdisjoint(BALANCING), replicated=SYNC_REPLICAS in task_names)
+    tasks = recsys_tasks(
+        balanced=not task_names.isdisjoint(BALANCING), replicated=SYNC_REPLICAS in task_names, divided=True
     )
+    return plan_of_spec(spec, tasks)
 
 
 # ---------------------------------------------------------------------- costs

@@ -20,7 +20,7 @@ from tests.recsys.rewrite_cases import ROWS, Bags, Processed, Sequences, batches
 from tests.recsys.sharding_cases import ADAGRAD, CPU, ROW_WISE_ADAGRAD, SGD
 
 # Those that train the same.
-DEPTHS = {"serial": 1, "base": 3, "threaded_input": 2, "prefetch": 3, "fused_sparse_dist": 3, "compute_ahead": 4}
+DEPTHS = {"serial": 1, "base": 3, "threaded_input": 2, "prefetch": 3, "fused_sparse_dist": 3, "compute_ahead": 3}
 PLANS = tuple(DEPTHS)
 STEPS = 7
 

@@ -7,7 +7,7 @@ base               2       1             0               0            the previo
 prefetch           2       2, 1          1               0            the previous batch
 early_prefetch     2       2, 1          1               0            the previous batch
 fused_sparse_dist  2       1             1               1            the previous batch
-compute_ahead      3       2             2               1, 0         the previous batch
+compute_ahead      2       2             2               1, 0         the previous batch
 semi_sync          3       2             1               1            the batch before the previous one
 
 ``compute_ahead`` looks up the rows that the previous batch has as well in the batch's turn, all others one batch ahead.
@@ -31,7 +31,7 @@ from lightning_pipe.engine.ranks.gloo_all_to_all import is_multi_host_gloo_group
 BALANCING = ("BalanceStart", "BalanceFinish")
 SYNC_REPLICAS = "SyncReplicas"
 # Tasks of plans that look up a batch in two parts.
-_DIVIDED = ("EmbOverlap", "EmbForwardAhead")
+DIVISION = ("EmbOverlap", "EmbForwardAhead")
 _LOOKUP = ("H2DAndShuffle", "EmbInputDistStart", "EmbInputDistWait", "EmbPrefetch", "EmbForward")
 _STEP = ("DenseForward", "LossPostprocess", "DenseBackward", "EmbBackward", "FinalizeGrads", "OptimStep")
 
@@ -116,7 +116,7 @@ _NAMED = (
     _make_plan_spec(
         "compute_ahead",
         {
-            "H2DAndShuffle": TaskSchedule(3, "memcpy"),
+            "H2DAndShuffle": TaskSchedule(2, "memcpy"),
             "EmbInputDistStart": TaskSchedule(2, "data_dist"),
             "EmbInputDistWait": TaskSchedule(2, "data_dist"),
             "EmbPrefetch": TaskSchedule(2, "data_dist"),
@@ -124,7 +124,7 @@ _NAMED = (
             "EmbForwardAhead": TaskSchedule(1),
         },
         (
-            *("EmbInputDistStart", "H2DAndShuffle", "EmbForward", "EmbForwardAhead", "DenseForward"),
+            *("H2DAndShuffle", "EmbInputDistStart", "EmbForward", "EmbForwardAhead", "DenseForward"),
             *("LossPostprocess", "EmbInputDistWait", "DenseBackward", "EmbBackward", "EmbPrefetch", "EmbOverlap"),
             *("FinalizeGrads", "OptimStep"),
         ),
@@ -155,7 +155,7 @@ INPUT = ("H2DAndShuffle", *BALANCING, "EmbInputDistStart", "EmbInputDistWait")
 # Tasks that may run in a worker thread, as tasks of the user's own may. The others submit to process groups that the
 # main thread uses between tasks too, or run the user's step.
 ON_WORKERS = frozenset({*INPUT, "EmbPrefetch"})
-_ON_MAIN = frozenset({*_LOOKUP, *_DIVIDED, *_STEP, SYNC_REPLICAS}) - ON_WORKERS
+_ON_MAIN = frozenset({*_LOOKUP, *DIVISION, *_STEP, SYNC_REPLICAS}) - ON_WORKERS
 
 
 def recsys_plan(plan: str | Path | PipelinePlan, tasks: Sequence[PipelineTask]) -> PipelinePlan:
@@ -166,7 +166,8 @@ def recsys_plan(plan: str | Path | PipelinePlan, tasks: Sequence[PipelineTask]) 
         tasks: the recsys tasks, in serial order (:func:`~lightning_pipe.recsys.tasks.task_list.recsys_tasks`). If they
             include a balancer's tasks, a plan that does not name these runs them in the stage of the copy; if they do
             not, the balancer's tasks are removed from a plan that names them. The same holds for the average of
-            replicas, which follows the tables' backward by default.
+            replicas, which follows the tables' backward by default, and for lookups in two parts, whose tasks are only
+            in plans that name them.
 
     Raises:
         PlanError: *plan* is neither a known name nor a file, or these tasks cannot run under it.
@@ -181,8 +182,14 @@ def recsys_plan(plan: str | Path | PipelinePlan, tasks: Sequence[PipelineTask]) 
 
 def plan_of_spec(spec: PlanSpec, tasks: Sequence[PipelineTask]) -> PipelinePlan:
     """Build the plan of *spec*. The balancer's tasks and the average of replicas are in it only if *tasks* has them."""
-    tasks = [task for task in tasks if task.name in spec.schedule or task.name not in _DIVIDED]
+    tasks = [task for task in tasks if task.name in spec.schedule or task.name not in DIVISION]
     names = [task.name for task in tasks]
+    spec = spec.without([name for name in DIVISION if name not in names])
+    if len(set(DIVISION) & set(spec.schedule)) == 1:
+        raise PlanError(
+            f"plan {spec.name!r} has one of the tasks {' and '.join(DIVISION)}; expected both, which look up a batch in"
+            " two parts, or none."
+        )
     spec = _add_table_replica_sync_task(spec) if SYNC_REPLICAS in names else spec.without([SYNC_REPLICAS])
     # If gradients are scaled late (recsys_tasks(scaled_late=True)), the tables' backward follows the optimizer step.
     if [name for name in names if name in ("EmbBackward", "OptimStep")] == ["OptimStep", "EmbBackward"]:

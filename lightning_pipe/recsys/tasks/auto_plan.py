@@ -15,6 +15,7 @@ from lightning_pipe.engine.plans.plan import PipelinePlan
 from lightning_pipe.engine.plans.task import PipelineTask
 from lightning_pipe.recsys.plans.recsys_plans import (
     PLANS,
+    divides_lookups,
     looks_up_embeddings_ahead,
     lookup_state_besides_tables,
     plan_supports_cached_tables,
@@ -32,18 +33,21 @@ _ON_WORKERS = frozenset({"EmbPrefetch"})
 
 
 def hand_written_plans(
-    tasks: Sequence[PipelineTask], *, on_disk: bool = False, max_in_flight: int | None = None
+    tasks: Sequence[PipelineTask], *, on_disk: bool = False, peers: bool = True, max_in_flight: int | None = None
 ) -> list[PipelinePlan]:
     """Return the serial plan and the plans that run ahead without stale tables.
 
-    Plans that look up ahead are included only if lookups read nothing but tables.
+    Plans that look up ahead are included only if lookups read nothing but tables, and plans that look up in two parts
+    only with the tasks for that, and if there are other ranks (*peers*).
     """
     only_tables = not lookup_state_besides_tables(tasks)
+    can_divide = peers and any(task.name == "EmbForwardAhead" for task in tasks)
     names = [
         name
         for name, plan in PLANS.items()
         if not plan.stale
         and (only_tables or not looks_up_embeddings_ahead(plan))
+        and (can_divide or not divides_lookups(plan))
         and (on_disk or name != "early_prefetch")
     ]
     plans = [recsys_plan(name, tasks) for name in names]
@@ -158,5 +162,6 @@ def propose_plans(
     """
     costs = recsys_costs(task_times, peers=peers, device=device)
     machine = recsys_machine(device, seconds_between_periods)
-    variants = recsys_variants(hand_written, costs, machine, max_in_flight=max_in_flight, max_plans=max_plans)
+    known = [plan for plan in hand_written if set(plan.tasks) <= set(costs)]  # not of lookups in two parts
+    variants = recsys_variants(known, costs, machine, max_in_flight=max_in_flight, max_plans=max_plans)
     return [plan for plan in variants if not cached or plan_supports_cached_tables(plan)]

@@ -2,7 +2,8 @@
 
 The names and the division of an iteration into tasks follow NVIDIA's recsys-examples (``SWSerialTrainPipeline``). Some
 tasks are no-ops there; here every task does work, since the embedding part and the dense part each have a forward and a
-backward. The tasks are eleven, plus two if samples are balanced between ranks and one if tables have replicas.
+backward. The tasks are eleven, plus two if samples are balanced between ranks, two if a plan looks up batches in two
+parts, and one if tables have replicas.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class RecsysTask:
         model_reads: function of the actions that returns further state which the task reads in some models.
         replay: effects that a replay of the task restores, in addition to tensors of the context.
         not_replayable: reason why it cannot be replayed (default empty: it can).
-        needs: feature that a model must have for the task to exist; None for every model.
+        needs: feature that a model, or its plan, must have for the task to exist; None for every model.
         device: resource that the task keeps busy on a GPU: compute units or copy engine.
         waited_by: task that waits for this task's messages, possibly the same task; None if it submits none.
         trains: True if the caller runs it between its hooks, or if it reads state that the previous batch has written.
@@ -70,7 +71,7 @@ class RecsysTask:
     model_reads: Callable[[RecsysActions], tuple[State, ...]] | None = None
     replay: Callable[[RecsysReplayDeclarations], tuple[DeclaredIO, ...]] | None = None
     not_replayable: str = ""
-    needs: Literal["balancer", "replicas"] | None = None
+    needs: Literal["balancer", "replicas", "division"] | None = None
     device: Resource = "compute"
     waited_by: str | None = None
     trains: bool = False
@@ -131,13 +132,13 @@ TASKS: tuple[RecsysTask, ...] = (
         writes=("input_requests", "features"),
         replay=RecsysReplayDeclarations.emb_prefetch,
     ),
-    # The next two are in plans that look up a batch in two parts (compute_ahead).
     RecsysTask(
         "EmbOverlap",
         RecsysActions.emb_overlap,
         reads=("features", NEWEST_IDS),
         writes=("divided", NEWEST_IDS),
         not_replayable="it compares its batch with the batch before",
+        needs="division",
         waited_by="EmbForwardAhead",
         collectives=("tables",),
         trains=True,
@@ -150,6 +151,7 @@ TASKS: tuple[RecsysTask, ...] = (
         reads=("features", "divided", ROWS_OF_EARLIER_BATCHES),
         writes=("divided", "ahead"),
         not_replayable="its rows depend on the batch before",
+        needs="division",
         waited_by="EmbForward",
         collectives=("tables",),
         trains=True,

@@ -146,7 +146,7 @@ class RecsysSession:
         self._actions = self._training_actions(
             self.rewrite, window=self.window, transfer=transfer, agree_overflow=loss_scaled, **actions
         )
-        return recsys_tasks(self._actions, scaled_late=clipped or loss_scaled, extra=self._extra_tasks)
+        return recsys_tasks(self._actions, scaled_late=clipped or loss_scaled, divided=divide, extra=self._extra_tasks)
 
     def _find_undivided_reason(self, accumulates: bool) -> str:
         """Why updates may change rows that the batch before does not have; empty if they do not."""
@@ -235,7 +235,7 @@ class RecsysSession:
         report = None if self._balancer is None else self._balancer.report
         try:
             training = self._training_actions(rewrite, **actions)
-            yield recsys_tasks(training, scaled_late=clipped, extra=self._extra_tasks)
+            yield recsys_tasks(training, scaled_late=clipped, divided=divides_lookups(plan), extra=self._extra_tasks)
         finally:
             rewrite.restore()
             if self._balancer is not None and report is not None:

@@ -18,6 +18,7 @@ def recsys_tasks(
     scaled_late: bool = False,
     balanced: bool = False,
     replicated: bool = False,
+    divided: bool = False,
     extra: Mapping[str, RecsysTask] | None = None,
 ) -> list[PipelineTask]:
     """Return the eleven tasks in serial order.
@@ -29,6 +30,7 @@ def recsys_tasks(
         actions: actions of the tasks; None (default) for declarations, which suffice to build, check and show a plan.
         balanced: without actions, True to include the tasks of a balancer (default False).
         replicated: without actions, True to include the average of table replicas (default False).
+        divided: True to include the tasks of plans that look up batches in two parts (default False).
         scaled_late: True if the gradients of the embeddings are scaled (clipping by a global norm) or skipped (loss
             scaling) in the optimizer step; ``EmbBackward`` then follows it (default False).
         extra: additional tasks (default none), each by the name of the task that it follows in serial order.
@@ -38,8 +40,8 @@ def recsys_tasks(
     """
     if actions is not None:
         balanced, replicated = actions.balancer is not None, actions.replicas is not None
-    features = {None, *(["balancer"] if balanced else []), *(["replicas"] if replicated else [])}
-    declared = [task for task in TASKS if task.needs in features]
+    features = {None: True, "balancer": balanced, "replicas": replicated, "division": divided}
+    declared = [task for task in TASKS if features[task.needs]]
     if scaled_late:
         declared.sort(key=lambda task: task.late is not None and task.late.after_step)
     declared = _insert_extra_tasks(declared, extra or {})

@@ -118,7 +118,9 @@ class TrainPipeline:
         replicated = sharded is not None and sharded.replicas is not None
         self._balancer = make_balancer(balancer)
         balanced = self._balancer is not None
-        declared = recsys_plan(plan, recsys_tasks(balanced=balanced, replicated=replicated, extra=extra_tasks))
+        declared = recsys_plan(
+            plan, recsys_tasks(balanced=balanced, replicated=replicated, divided=True, extra=extra_tasks)
+        )
         clip = None
         if max_norm is not None:
             if sharded is None or accumulate != 1:

@@ -187,7 +187,9 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
         # An unknown plan is an error here, not only when training begins.
         self._balancer = make_balancer(balancer)
         replicated = (self._sharding.replicas or 1) > 1
-        tasks = recsys_tasks(balanced=self._balancer is not None, replicated=replicated, extra=extra_tasks)
+        tasks = recsys_tasks(
+            balanced=self._balancer is not None, replicated=replicated, divided=True, extra=extra_tasks
+        )
         self._declared = None if plan == AUTO else recsys_plan(plan, tasks)
         if extra_tasks and plan == AUTO:
             raise PlanError(
@@ -376,7 +378,12 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
         from lightning_pipe.recsys.tasks.auto_plan import hand_written_plans, propose_plans  # lazy: plan="auto" only
 
         exploration = self._auto.search_options
-        by_hand = hand_written_plans(tasks, on_disk=bool(sharded.dynamic_rows), max_in_flight=self._auto.max_in_flight)
+        by_hand = hand_written_plans(
+            tasks,
+            on_disk=bool(sharded.dynamic_rows),
+            peers=self.world_size > 1,
+            max_in_flight=self._auto.max_in_flight,
+        )
         plans = [*map(allowed, by_hand)]
         propose = partial(
             propose_plans,

@@ -43,7 +43,7 @@ BY_COLUMN = {"people": "column_wise", "things": "row_wise", "tags": "data_parall
 SEQUENCES = {"past": "table_wise", "people": "row_wise"}
 HALF = {"forward": "bf16", "backward": "fp16", "backward_loss_scale": 1024.0}
 BYTES = {"forward": "int8", "backward": "int8"}
-DEPTHS = {"serial": 1, "base": 3, "threaded_input": 2, "prefetch": 3, "fused_sparse_dist": 3}
+DEPTHS = {"serial": 1, "base": 3, "threaded_input": 2, "prefetch": 3, "fused_sparse_dist": 3, "compute_ahead": 3}
 
 
 @dataclass(frozen=True)
