@@ -28,6 +28,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -50,9 +51,11 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 
 from benchmarks.figures import Figure, add_options, interval, median_ratio, save
 from benchmarks.recsys_model import EPS, RATE, Batch, batches, seed_tables
-from benchmarks.recsys_turns import CPU, Deep, Ours, Training
+from benchmarks.recsys_turns import CPU, FILL, Deep, Ours, Training
 from benchmarks.recsys_wire import Sequences
 from benchmarks.slow_link import slow_link
+from lightning_pipe.callbacks.timeline_picture import TimelinePanel, draw_timelines
+from lightning_pipe.engine.observe.timeline import Timeline, task_bars
 from lightning_pipe.recsys import TrainPipeline, shard_model
 from lightning_pipe.recsys.rewrite.divided_lookup import NewestBatchRows
 
@@ -176,6 +179,19 @@ class AheadRace:
 
         return Training(dmp, run if pipeline is TrainPipelinePEC else progress, self.data, self.options.steps)
 
+    def timeline_of(self, plan: str) -> TimelinePanel:
+        """Timeline of three steps of this rank under a plan."""
+        arm = self.arms[plan]
+        assert isinstance(arm, Ours)
+        pipeline = arm.pipeline.pipeline
+        pipeline.start_trace()
+        arm.turn()
+        spans = pipeline.stop_trace()
+        ends = sorted(span.end for span in spans if span.task == "OptimStep")[FILL : FILL + 4]
+        milliseconds = 1e3 * (ends[-1] - ends[0]) / (len(ends) - 1)
+        timeline = Timeline(task_bars(spans, dist.get_rank()), pipeline.plan.dependencies)
+        return TimelinePanel(f"{plan}: {milliseconds:.0f} ms a step", timeline, ends)
+
     def run(self, law: str) -> dict[str, list[float]]:
         """Seconds per step of all pipelines by round, with ids by *law*."""
         draw_ids(self.data, self.options.rows, law)
@@ -259,6 +275,10 @@ def run_rank(options: argparse.Namespace) -> None:
             if dist.get_rank() == 0:
                 figures += show(f"{options.rate}, {kind}, {law}", times, shares)
                 save(figures, options.json)
+        if options.picture is not None and kind == "sequences":
+            panels = [race.timeline_of(plan) for plan in ("base", "compute_ahead")]
+            if dist.get_rank() == 0:
+                draw_timelines(panels, options.picture)
     dist.barrier()
     os._exit(0)  # pipeline threads still wait for batches
 
@@ -281,6 +301,9 @@ def main() -> None:
     ):
         parser.add_argument(f"--{name}", type=int, default=default, help=help_text)
     parser.add_argument("--mlp", type=int, nargs=1, default=[128], help="width of the MLP")
+    parser.add_argument(
+        "--picture", type=Path, help="also draw the timelines of base and compute_ahead, with sequences"
+    )
     add_options(parser)
     options = parser.parse_args()
     if "RANK" in os.environ:

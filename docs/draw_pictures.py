@@ -20,7 +20,11 @@ TIMELINES = {
     "pipe_timeline": ("in_process/transformer.yaml", 9, 2),
 }
 # Module with an option --picture, and its other arguments.
-SCRIPTS = {"demo": ("examples.rows_on_disk.demo",)}
+SCRIPTS = {
+    "demo": ("examples.rows_on_disk.demo",),
+    # Needs root, for a link of 200 Mbit/s.
+    "compute_ahead": ("benchmarks.recsys_compute_ahead", "--kinds", "sequences", "--laws", "uniform", "--rounds", "2"),
+}
 
 
 def main(names: list[str]) -> None:

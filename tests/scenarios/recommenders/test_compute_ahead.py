@@ -1,0 +1,103 @@
+"""The plan that looks up rows ahead if the batch before does not train them: dynamic tables, and where it cannot."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from lightning_pipe.engine import State, TaskSchedule
+from lightning_pipe.recsys import RecsysTask, TrainPipeline, recsys_tasks
+from lightning_pipe.recsys.plans.recsys_plans import PLANS, plan_of_spec
+from lightning_pipe.recsys.rewrite.divided_lookup import RowDivision
+from tests.distributed import run_ranks
+from tests.recsys.dynamic.dynamic_cases import ADAM, ROW_WISE_ADAGRAD, Model, outcome, same, shard, train
+from tests.recsys.pipeline_cases import CASES, Case, adam, batches, sharded
+from tests.recsys.pipeline_cases import train as train_batches
+from tests.recsys.sharding_cases import CPU
+
+STEPS = 12
+
+
+def trained(rank: int, world_size: int, path: Path, options: dict[str, Any], optimizer: dict[str, Any]) -> list[Any]:
+    """Scores, dense values and rows under both plans, how many rows were evicted, and how many looked up again."""
+    found = []
+    late = 0
+
+    class Counted(RowDivision):
+        def __init__(self, *arguments: Any) -> None:
+            nonlocal late
+            super().__init__(*arguments)
+            late += int(self.late.sum())
+
+    for plan in ("serial", "compute_ahead"):
+        with warnings.catch_warnings(), mock.patch(f"{RowDivision.__module__}.RowDivision", Counted):
+            warnings.simplefilter("ignore")  # of the pooled tables, which are not divided
+            sharded = shard(Model(path / plan, **{"cache_rows": 50 * world_size, **options}), optimizer)
+            scores = train(sharded, range(STEPS), plan)
+        evicted = sum(cache.stats.evicted for rows in sharded.dynamic_rows.values() for cache in rows.caches.values())
+        found.append((scores, outcome(sharded), evicted, late))
+        sharded.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("world_size", "options", "optimizer"),
+    [
+        (2, {}, ADAM),
+        (2, {"ttl": 3, "admission_threshold": 2}, ROW_WISE_ADAGRAD),
+        (3, {"admission_threshold": 2}, ADAM),
+    ],
+    ids=str,
+)
+def test_dynamic_tables_train_to_the_bit_of_the_serial_plan_also_where_rows_are_evicted(
+    world_size: int, options: dict[str, Any], optimizer: dict[str, Any], tmp_path: Path
+) -> None:
+    ranks = run_ranks(trained, world_size, tmp_path, options, optimizer)
+    for serial, ahead in ranks:
+        assert same(serial[:2], ahead[:2])
+    assert sum(ahead[2] for _, ahead in ranks) > 0
+    assert sum(ahead[3] for _, ahead in ranks) > 0
+
+
+def reasons(rank: int, world_size: int, extra: dict[str, RecsysTask]) -> list[str]:
+    """What is said of modules that are not divided, for a model of sequences and bags."""
+    tasks = recsys_tasks(divided=True, extra=extra)
+    spec = PLANS["compute_ahead"]
+    for follows, task in extra.items():
+        spec = spec.insert(task.name, TaskSchedule(), after=follows)
+    model = sharded(Case(CASES["sequences, row_wise"].build, batches, "row_wise"))
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        pipeline = TrainPipeline(model, adam(model), CPU, plan_of_spec(spec, tasks), extra_tasks=extra)
+        train_batches(pipeline, batches(3))
+    pipeline.close()
+    return [str(one.message) for one in said if "looked up only after" in str(one.message)]
+
+
+def write_tables(actions: Any, ctx: Any) -> None:
+    """A task of the user's own."""
+
+
+@pytest.mark.parametrize(
+    ("extra", "names", "reason"),
+    [
+        ({}, "'model.b'", "does not send all its outputs by an all-to-all of rows (sharded row_wise)"),
+        (
+            {"FinalizeGrads": RecsysTask("Write", write_tables, writes=(State("tables"),))},
+            "'model.a'",
+            "has tables that the task Write writes",
+        ),
+    ],
+    ids=["pooled by rows", "a task that writes tables"],
+)
+def test_modules_that_are_looked_up_at_their_turn_are_named_with_the_reason(
+    extra: dict[str, RecsysTask], names: str, reason: str
+) -> None:
+    first, second = run_ranks(reasons, 2, extra)
+    assert second == []
+    (said,) = first
+    assert f"{names} {reason}" in said
