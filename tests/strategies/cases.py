@@ -42,6 +42,7 @@ from lightning_pipe.recsys.kernels.table_optimizer import SparseOptimizerConfig
 from lightning_pipe.strategies.recommender.strategy import RecsysPipelineStrategy
 from tests.loops.models import trainer as quiet_trainer
 
+# Those that train the same.
 PLANS = (
     "serial",
     "base",
@@ -49,7 +50,7 @@ PLANS = (
     "prefetch",
     "fused_sparse_dist",
     "compute_ahead",
-)  # those that train the same
+)
 SGD = {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.5}}
 # As the classes have it: an eps that is left out is the kernel's where the optimizer is given in TorchRec's way.
 ADAGRAD = {"class_path": "torch.optim.Adagrad", "init_args": {"lr": 0.1, "eps": 1e-10}}

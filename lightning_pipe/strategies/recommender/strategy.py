@@ -103,10 +103,11 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
         plan: name of a plan, path of a YAML plan, or a :class:`~lightning_pipe.engine.PipelinePlan` (default
             ``"prefetch"``). Names are ``"serial"``, ``"base"``, ``"threaded_input"`` (copy and input dist in a worker
             thread), ``"prefetch"``, ``"early_prefetch"`` (for rows on disk), ``"fused_sparse_dist"``,
-            ``"compute_ahead"`` (for rows that wait for a network) and ``"semi_sync"``. ``"auto"`` times plans in the first iterations and continues with the fastest: the named
-            plans that suit the model, and plans that a planner proposes for the measured tasks. All plans train to the
-            same values except ``"semi_sync"``, which looks up a batch before the previous batch has updated the tables
-            and is never a candidate of ``"auto"``. Plans that run further ahead hold more batches in memory.
+            ``"compute_ahead"`` (for rows that wait for a network) and ``"semi_sync"``. ``"auto"`` times plans in the
+            first iterations and continues with the fastest: the named plans that suit the model, and plans that a
+            planner proposes for the measured tasks. All plans train to the same values except ``"semi_sync"``, which
+            looks up a batch before the previous batch has updated the tables and is never a candidate of ``"auto"``.
+            Plans that run further ahead hold more batches in memory.
         sparse_optimizer: ``class_path`` and ``init_args`` of the optimizer for tables without one from TorchRec's
             ``apply_optimizer_in_backward`` (default None: every table must have one).
         sparse_lr_scheduler: ``class_path`` and ``init_args`` of a learning-rate scheduler for the tables, stepped after
