@@ -218,8 +218,8 @@ def parts(dry: bool) -> list[Part]:
         Part(
             "recsys_two_ranks",
             "every plan against serial and TorchRec's pipelines, two ranks on one device",
-            (program("training", "serial", *_EXACT, *_TORCHREC, ranks=2),),
-            (Rule("serial", (*_EXACT, *_TORCHREC)),),
+            (program("training", "serial", *_EXACT, "compute_ahead", *_TORCHREC, ranks=2),),
+            (Rule("serial", (*_EXACT, "compute_ahead", *_TORCHREC)),),
             ("torchrec",),
             probe("all_to_all"),
         ),

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import accumulate
+from itertools import accumulate, islice
 from typing import Any
 
 import torch
@@ -39,6 +39,7 @@ from lightning_pipe._compat.torchrec import (
     pooled_columns_by_rank,
     tables_of_lookup,
 )
+from lightning_pipe.engine.runtime.record_stream import record_stream
 
 # ---------------------------------------------------------------------- which rows wait
 
@@ -63,8 +64,10 @@ class NewestBatchRows:
     def replace(self, features: KeyedJaggedTensor) -> Tensor:
         """Make *features* the newest batch. Return True for each of its ids that the batch before it has."""
         lengths = features.lengths().view(len(self._rows), features.stride()).sum(1)
-        starts, rows = (values.repeat_interleave(lengths) for values in (self._starts, self._rows))
         ids = features.values().long()
+        starts, rows = (
+            values.repeat_interleave(lengths, output_size=len(ids)) for values in (self._starts, self._rows)
+        )
         # FBGEMM looks up row 0 for an id outside of its table.
         places = torch.where((ids < 0) | (ids >= rows), 0, ids) + starts
         shared = self._marked[places]
@@ -78,50 +81,90 @@ class NewestBatchRows:
 class RowDivision:
     """Division of the rows that an output dist sends for one batch.
 
-    Attributes:
-        late_features: features whose rows are looked up at the batch's turn, shaped like those of the whole batch.
+    Args:
+        features: features of the batch.
+        shared: True for each id that is looked up again at the batch's turn.
         order: places of the sent rows in the lookup's output; None if rows are sent in that order.
         late: True for each sent row that waits, in the order in which rows are sent.
-        late_places: places of the late rows in the output of the late lookup, in the same order.
         sent: number of rows sent to each rank.
         received: number of rows received from each rank.
-        late_received: True for each received row that comes late; known after the exchange, as the next two.
+
+    Attributes:
+        late_features: features with the shared ids only, known after :meth:`complete`, as all that follows.
+        ahead_places: places of the rows sent ahead in the output of the lookup, in the order in which they are sent.
+        late_places: places of the late rows in the output of the late lookup, in the same order.
+        ahead_received: places of the rows that come ahead among all that are received.
+        late_received: places of the late rows among all that are received.
         late_sent_counts: number of late rows sent to each rank.
         late_received_counts: number of late rows received from each rank.
     """
 
+    late_features: KeyedJaggedTensor
+    ahead_places: Tensor
+    late_places: Tensor
+    ahead_received: Tensor
     late_received: Tensor
     late_sent_counts: list[int]
     late_received_counts: list[int]
 
     def __init__(
         self,
-        late_features: KeyedJaggedTensor,
+        features: KeyedJaggedTensor,
+        shared: Tensor,
         order: Tensor | None,
         late: Tensor,
-        late_places: Tensor,
         sent: list[int],
         received: list[int],
     ) -> None:
-        self.late_features = late_features
+        self._features, self._shared = features, shared
         self.order = order
         self.late = late
-        self.late_places = late_places
         self.sent = sent
         self.received = received
+        self._lengths = _count_before(shared)[features.offsets().long()].diff()  # of the bags of late_features
+
+    def numbers(self, received: Sequence[Tensor]) -> list[Tensor]:
+        """Numbers that :meth:`complete` needs on the host, with the flags of the rows received from each rank."""
+        flags = [*self.late.split(self.sent), *received]
+        per_key = self._lengths.view(len(self._features.keys()), self._features.stride()).sum(1)
+        return [torch.stack([of_rank.sum() for of_rank in flags]), per_key]
+
+    def complete(self, received: Sequence[Tensor], numbers: Sequence[int]) -> None:
+        """Set all attributes. The host waits for nothing."""
+        ranks = len(self.sent)
+        self.late_sent_counts, self.late_received_counts = list(numbers[:ranks]), list(numbers[ranks : 2 * ranks])
+        self.ahead_places, late = _split_places(self.late, sum(self.late_sent_counts))
+        self.ahead_received, self.late_received = _split_places(
+            torch.cat(list(received)), sum(self.late_received_counts)
+        )
+        self.late_places = late
+        if self.order is not None:
+            self.ahead_places = self.order[self.ahead_places]
+            # The late lookup returns the rows of the shared ids only, in their order.
+            self.late_places = _count_before(self._shared)[self.order[late]]
+        per_key = list(numbers[2 * ranks :])
+        _, ids = _split_places(self._shared, sum(per_key))
+        features, weights = self._features, self._features.weights_or_none()
+        self.late_features = KeyedJaggedTensor(
+            keys=features.keys(),
+            values=features.values()[ids],
+            weights=None if weights is None else weights[ids],
+            lengths=self._lengths.to(features.lengths().dtype),
+            stride=features.stride(),
+            length_per_key=per_key,
+            offset_per_key=[0, *accumulate(per_key)],
+        )
 
 
-def _select_ids(features: KeyedJaggedTensor, selected: Tensor) -> KeyedJaggedTensor:
-    """Features with the selected ids only, in bags of the same number."""
-    sums = torch.cat([selected.new_zeros(1, dtype=torch.int64), selected.cumsum(0)])
-    weights = features.weights_or_none()
-    return KeyedJaggedTensor(
-        keys=features.keys(),
-        values=features.values()[selected],
-        weights=None if weights is None else weights[selected],
-        lengths=sums[features.offsets().long()].diff().to(features.lengths().dtype),
-        stride=features.stride(),
-    )
+def _count_before(flags: Tensor) -> Tensor:
+    """Number of flags that are set before each one, and before the end."""
+    return torch.cat([flags.new_zeros(1, dtype=torch.int64), flags.cumsum(0)])
+
+
+def _split_places(flags: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Places of the flags that are not set, and of the *count* that are."""
+    unset = torch.nonzero_static(~flags, size=len(flags) - count).squeeze(1)
+    return unset, torch.nonzero_static(flags, size=count).squeeze(1)
 
 
 class DividedOutputDist:
@@ -168,27 +211,22 @@ class DividedOutputDist:
         by_rank = torch.arange(counts.numel(), dtype=torch.int32, device=counts.device).view_as(counts).T.flatten()
         places = torch.arange(len(shared), device=shared.device)
         order, _ = permute_segments(places, counts.flatten(), by_rank)
-        late = shared[order]
-        # The late lookup returns the rows of the shared ids only, in their order.
-        late_places = (shared.cumsum(0) - 1)[order[late]]
         # TorchRec's names are those of the input dist.
-        sent, received = context.output_splits, context.input_splits
-        return RowDivision(_select_ids(features, shared), order, late, late_places, list(sent), list(received))
+        sent, received = list(context.output_splits), list(context.input_splits)
+        return RowDivision(features, shared, order, shared[order], sent, received)
 
     def _divide_bags(self, features: KeyedJaggedTensor, shared: Tensor, sizes: list[int]) -> RowDivision:
-        offsets = features.offsets().long()
-        counted = torch.cat([shared.new_zeros(1, dtype=torch.int64), shared.cumsum(0)])
-        waits = counted[offsets].diff() > 0  # bags
-        by_feature = waits.view(len(features.keys()), features.stride())
-        late = by_feature.T.repeat_interleave(self._rows_per_bag, dim=1).flatten()
-        late_features = _select_ids(features, waits.repeat_interleave(offsets.diff()))
         assert self.columns_by_rank is not None
-        rank = self.group.rank()
+        offsets, rank = features.offsets().long(), self.group.rank()
+        waits = _count_before(shared)[offsets].diff() > 0  # a bag with one such id
         rows = [columns // self._width for columns in self.columns_by_rank]
+        by_sample = waits.view(len(features.keys()), features.stride()).T
+        late = by_sample.repeat_interleave(self._rows_per_bag, dim=1, output_size=rows[rank]).flatten()
+        # The late lookup returns all bags; those without ids are not sent.
+        in_late_bag = waits.repeat_interleave(offsets.diff(), output_size=len(shared))
         sent = [rows[rank] * size for size in sizes]
         received = [sizes[rank] * rows_of_rank for rows_of_rank in rows]
-        # The late lookup returns all bags; those without ids are not sent.
-        return RowDivision(late_features, None, late, late.nonzero().squeeze(1), sent, received)
+        return RowDivision(features, in_late_bag, None, late, sent, received)
 
     # ------------------------------------------------------------------ the rows
 
@@ -229,11 +267,8 @@ class DividedRows(Awaitable[Tensor]):
         super().__init__()
         self._dist, self._division = output_dist, division
         self._shape, self._width = rows.shape, output_dist.width(rows)
-        ahead = ~division.late
-        values = rows.detach().reshape(-1, self._width)
-        values = values[ahead if division.order is None else division.order[ahead]]
-        self._ahead = self._send(
-            values,
+        self._ahead: _Message | None = self._send(
+            rows.detach().reshape(-1, self._width)[division.ahead_places],
             _subtract(division.sent, division.late_sent_counts),
             _subtract(division.received, division.late_received_counts),
         )
@@ -254,16 +289,17 @@ class DividedRows(Awaitable[Tensor]):
 
     def merge(self) -> Tensor:
         """Wait for both messages and return the rows in the order of the output dist's own result."""
-        assert self._late is not None
-        late = self._division.late_received
+        assert self._ahead is not None and self._late is not None
+        division = self._division
         rows = self._ahead.wait().view(-1, self._width)
-        merged = rows.new_empty(len(late), self._width)
-        merged[~late] = rows
-        merged[late] = self._late.wait().view(-1, self._width)
+        merged = rows.new_empty(sum(division.received), self._width)
+        merged.index_copy_(0, division.ahead_received, rows)
+        merged.index_copy_(0, division.late_received, self._late.wait().view(-1, self._width))
+        self._ahead = self._late = None
         columns = self._dist.columns_by_rank
         if columns is None:
             return merged
-        blocks = merged.split(self._division.received)
+        blocks = merged.split(division.received)
         return torch.cat([block.view(-1, dim) for block, dim in zip(blocks, columns, strict=True) if dim], dim=1)
 
     # ------------------------------------------------------------------ gradients, all in one message
@@ -375,9 +411,9 @@ class DivisionExchange:
 
     def __init__(self, divisions: Sequence[RowDivision], group: dist.ProcessGroup) -> None:
         self._divisions = divisions
-        self._by_division = [division.late.split(division.sent) for division in divisions]
+        by_division = [division.late.split(division.sent) for division in divisions]
         # For each rank, the rows of all divisions.
-        flags = torch.cat([part for parts in zip(*self._by_division, strict=True) for part in parts]).to(torch.uint8)
+        flags = torch.cat([part for parts in zip(*by_division, strict=True) for part in parts]).to(torch.uint8)
         self._sizes = list(zip(*(division.received for division in divisions), strict=True))
         self._received = flags.new_empty(sum(map(sum, self._sizes)))
         self._work: Any = dist.all_to_all_single(
@@ -390,13 +426,15 @@ class DivisionExchange:
         )
 
     def wait(self) -> None:
-        """Complete the divisions. The host waits for the numbers of late rows."""
+        """Complete the divisions. The host waits once, for the numbers of all late rows."""
         self._work.wait()
+        record_stream([self._received, *(list(vars(division).values()) for division in self._divisions)])
         parts = self._received.bool().split([size for sizes in self._sizes for size in sizes])
         count = len(self._divisions)
-        by_division = [parts[index::count] for index in range(count)]
-        sums = [part.sum() for of_division in (*self._by_division, *by_division) for part in of_division]
-        counts = torch.stack(sums).view(2, count, -1).tolist()
-        for index, division in enumerate(self._divisions):
-            division.late_received = torch.cat(list(by_division[index]))
-            division.late_sent_counts, division.late_received_counts = counts[0][index], counts[1][index]
+        received = [parts[index::count] for index in range(count)]
+        numbers = [
+            division.numbers(of_division) for division, of_division in zip(self._divisions, received, strict=True)
+        ]
+        known = iter(torch.cat([tensor for of_division in numbers for tensor in of_division]).tolist())
+        for division, of_division, tensors in zip(self._divisions, received, numbers, strict=True):
+            division.complete(of_division, list(islice(known, sum(map(len, tensors)))))
