@@ -93,8 +93,8 @@ FAULTS = [
     ),
     Fault(
         "recsys/tasks/actions.py",
-        "discard(embeddings)\n        self._tables_in_training = False",
-        "discard(embeddings)",
+        "discard_ahead(ahead)\n        self._tables_in_training = False",
+        "discard_ahead(ahead)",
         "recsys/tasks/test_task_list.py::test_after_a_batch_is_abandoned_in_mid_training_the_next_lookup_brings_learning_rates_again",
     ),
     Fault(

@@ -47,9 +47,12 @@ def test_the_serial_plan_takes_what_it_took() -> None:
 
 def test_plans_that_look_up_ahead_are_tried_where_lookups_read_tables_alone_and_stale_ones_nowhere() -> None:
     tried = [plan.name for plan in (SERIAL, BASE, THREADED, PREFETCH, FUSED)]
-    assert tried == [name for name in PLANS if name not in ("semi_sync", "early_prefetch")]
+    assert tried == [name for name in PLANS if name not in ("semi_sync", "early_prefetch", "compute_ahead")]
     on_disk = [plan.name for plan in hand_written_plans(recsys_tasks(), on_disk=True)]
-    assert on_disk == [name for name in PLANS if name != "semi_sync"]
+    assert on_disk == [name for name in PLANS if name not in ("semi_sync", "compute_ahead")]
+    divided = recsys_tasks(divided=True)
+    assert [plan.name for plan in hand_written_plans(divided)] == [*tried, "compute_ahead"]
+    assert [plan.name for plan in hand_written_plans(divided, peers=False)] == tried
     reading_more = [
         PipelineTask(task.name, task.fn, reads=(*task.reads, DENSE_PARAMETERS), writes=task.writes)
         if task.name == "EmbForward"
