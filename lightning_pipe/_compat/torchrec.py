@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torchrec.distributed.dist_data import KJTAllToAll, PooledEmbeddingsAllToAll, SequenceEmbeddingsAllToAll
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
+from torchrec.distributed.sharding.tw_sharding import TwPooledEmbeddingDist
 from torchrec.distributed.train_pipeline import tracing
 from torchrec.distributed.types import QuantizedCommCodecs
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
@@ -170,6 +171,17 @@ def get_output_all_to_all(output_dist: Any) -> PooledEmbeddingsAllToAll | Sequen
     """All-to-all of an output dist; None if it sends in another way, or if it has sent nothing yet."""
     all_to_all = getattr(output_dist, "_dist", None)
     return all_to_all if type(all_to_all) in (PooledEmbeddingsAllToAll, SequenceEmbeddingsAllToAll) else None
+
+
+def set_output_all_to_all_group(output_dist: Any, group: dist.ProcessGroup) -> None:
+    """Set the process group of an output dist that sends by an all-to-all. Others stay as they are."""
+    all_to_all = getattr(output_dist, "_dist", None)
+    if isinstance(output_dist, TwPooledEmbeddingDist):  # creates its all-to-all when it first sends
+        for sender in (output_dist, all_to_all, output_dist._variable_dist):
+            if sender is not None:
+                sender._pg = group
+    elif isinstance(all_to_all, SequenceEmbeddingsAllToAll):
+        all_to_all._pg = group
 
 
 def get_output_group_and_codecs(all_to_all: Any) -> tuple[dist.ProcessGroup, QuantizedCommCodecs | None]:

@@ -99,6 +99,8 @@ class ModelRewrite:
         step: name of the model's method that trains a batch (default ``forward``); its first argument is the batch.
         input_group: process group of the input dists, not used for anything else while they are in flight (default
             None, the modules' group).
+        output_group: process group over the same ranks as the modules', for the all-to-alls of outputs and of their
+            gradients and not used for anything else (default None, the modules' group).
         status_group: process group over all ranks that reports a batch that cannot be trained, and is not used for
             anything else. Needed if the input group is not over all ranks (default None, the input group).
         agree_group: process group over all ranks, for the resolution and the backward (default None, the input group).
@@ -137,6 +139,7 @@ class ModelRewrite:
         method: Method = "auto",
         step: str = "forward",
         input_group: dist.ProcessGroup | None = None,
+        output_group: dist.ProcessGroup | None = None,
         agree_group: dist.ProcessGroup | None = None,
         validate_ids: bool = False,
         ids_on_wire: IdsOnWire = "auto",
@@ -151,6 +154,7 @@ class ModelRewrite:
         sharded = find_sharded_modules(model, validate_ids, ids_on_wire)
         first = next(iter(sharded.values()))
         group = input_group if input_group is not None else first.process_group
+        self._output_group = output_group
         self._agree_group = agree_group if agree_group is not None else group
         self._model = model
         self._sharded = sharded
@@ -257,7 +261,7 @@ class ModelRewrite:
         """Replace the forwards, also after ``detach``. Results of the resolution are kept."""
         if not self._attached:
             for entry in self._sharded.values():
-                entry.install(partial(self._run_replaced_forward, entry))
+                entry.install(partial(self._run_replaced_forward, entry), self._output_group)
             self._attached = True
             self._attach_postprocesses()
 

@@ -29,6 +29,7 @@ from lightning_pipe._compat.torchrec import (
     lookups_of,
     output_dist_has_sent,
     output_dists_of,
+    set_output_all_to_all_group,
     sharding_group,
     table_configs,
 )
@@ -281,19 +282,31 @@ class ShardedModuleEntry:
         self.routes = [part.route for part in parts]
         return None
 
-    def install(self, forward: Callable[..., Any]) -> None:
-        """Replace the module's forward, and those of its input dists if they are known."""
+    def install(self, forward: Callable[..., Any], output_group: dist.ProcessGroup | None) -> None:
+        """Replace the module's forward, those of its input dists if they are known, and the group of its output dists.
+
+        Args:
+            forward: replacement of the forward.
+            output_group: process group for the all-to-alls of outputs; None for the module's own.
+        """
         if "forward" in self.module.__dict__:
             raise SetupError(
                 f"the forward of sharded module {self.name!r} is replaced already. Call restore() on the other rewrite,"
                 " or detach() on its pipeline."
             )
         self.module.forward = forward
+        self._set_output_group(output_group)
         self._install_fusable_all_to_alls()
 
     def restore(self) -> None:
         self.module.__dict__.pop("forward", None)
+        self._set_output_group(self.process_group)
         self._restore_all_to_alls()
+
+    def _set_output_group(self, group: dist.ProcessGroup | None) -> None:
+        if group is not None:
+            for output_dist in output_dists_of(self.module):
+                set_output_all_to_all_group(output_dist, group)
 
     def _install_fusable_all_to_alls(self) -> None:
         for fusable in self._fusable:

@@ -21,7 +21,7 @@ from torch import nn
 from lightning_pipe._compat.torchrec import cached_tables
 from lightning_pipe.engine import PipelinePlan, PipelineTask, SetupError, SWPipeline
 from lightning_pipe.engine.ranks.agreement import check_agreement
-from lightning_pipe.engine.ranks.gloo_all_to_all import wrap_full_duplex_group
+from lightning_pipe.engine.ranks.gloo_all_to_all import is_multi_host_gloo_group, wrap_full_duplex_group
 from lightning_pipe.engine.ranks.loss_check import check_finite_loss
 from lightning_pipe.engine.ranks.object_collectives import all_reduce_any
 from lightning_pipe.engine.ranks.process_groups import new_group
@@ -86,6 +86,8 @@ class RecsysSession:
         self._groups: dict[str, dist.ProcessGroup] = {}
         self._input_group = input_group
         self._input_group_known = input_group is not None
+        self._output_group: dist.ProcessGroup | None = None
+        self._output_group_known = False
         self._bring_rates: Callable[[], None] | None = None
         self._actions: RecsysActions | None = None
         self.reducer: DenseGradientReducer | None = None  # in training, unless the model's wrapper averages gradients
@@ -288,6 +290,7 @@ class RecsysSession:
             method=self.options.rewrite.method,
             step=step,
             input_group=self._get_input_dist_process_group(),
+            output_group=self._get_output_dist_process_group(),
             status_group=None if self._replicas is None else self._group("status"),
             agree_group=self.world,
             validate_ids=self.options.checks.validate_ids,
@@ -318,6 +321,15 @@ class RecsysSession:
                 self._input_group = wrap_full_duplex_group(self._destroy_group_at_close(make()))
             self._input_group_known = True
         return self._input_group
+
+    def _get_output_dist_process_group(self) -> dist.ProcessGroup | None:
+        """Return a group for full-duplex exchanges of embeddings between machines; None to use the tables' group."""
+        if not self._output_group_known:
+            self._output_group_known = True
+            if self.world is not None and is_multi_host_gloo_group(self.world):
+                make = new_group if self._replicas is None else self._replicas.groups.new_shard_group
+                self._output_group = wrap_full_duplex_group(self._destroy_group_at_close(make()))
+        return self._output_group
 
     def _destroy_group_at_close(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
         def destroy_group() -> None:
