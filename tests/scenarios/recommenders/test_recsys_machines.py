@@ -1,4 +1,4 @@
-"""Ranks on several machines train what ranks of one machine do: only the way ids, embeddings and gradients travel is another."""
+"""Ranks on several machines train what ranks of one machine do: only the way of ids, embeddings and gradients differs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def both_ways(rank: int, world_size: int) -> dict[str, Any]:
         return exchange(*arguments)
 
     found: dict[str, Any] = {}
-    feature = FEATURES["several modules"]
+    feature = FEATURES["sequences"]
     for plan in PLANS:
         states, losses, sent[:] = {}, {}, []
         for where in ("one", "several"):
