@@ -12,8 +12,8 @@ sharded by table (5 ids), with uniform ids and by Zipf's law (:func:`draw_ids`).
 The pipelines alternate in blocks of steps, in a different order in each round (:mod:`recsys_turns`). Times are those of
 the slower rank. The benchmark fails if exact pipelines of ours differ in a loss.
 
-Aims: compute_ahead gains at least three quarters of what semi_sync gains over base, and its step is at most 1.03 times
-as long as that of base.
+Aims: compute_ahead gains at least three quarters of what semi_sync gains over base, and of what all rows ahead gain,
+where these gain anything beyond noise; its step is at most 1.03 times as long as that of base.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import random
 import statistics
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -244,18 +244,25 @@ def show(where: str, times: dict[str, list[float]], shares: tuple[float, float])
     ratio, spread = median_ratio(times["compute_ahead"], base)
     figures = [Figure(f"{where}: compute_ahead / base", ratio, "ratio", spread, "<= 1.03", ratio <= 1.03)]
 
-    def gain(name: str, rounds: Any) -> float:
-        return sum(base[index] - times[name][index] for index in rounds) / len(rounds)
+    def gain(name: str, rounds: Sequence[int]) -> float:
+        return statistics.median(base[index] - times[name][index] for index in rounds)
 
-    def share(rounds: Any) -> float:
-        return gain("compute_ahead", rounds) / max(1e-9, gain("semi_sync", rounds))
+    def share(stale: str, rounds: Sequence[int]) -> float:
+        return gain("compute_ahead", rounds) / max(1e-9, gain(stale, rounds))
 
     rounds = range(len(base))
-    stale = interval(partial(gain, "semi_sync"), len(base))
-    gained, spread = share(rounds), interval(share, len(base))
-    print(f"semi_sync gains {1e3 * stale[0]:.2f} to {1e3 * stale[1]:.2f} ms; compute_ahead {gained:.2f} of it")
-    if stale[0] > 0:
-        figures.append(Figure(f"{where}: gain / semi_sync's", gained, "ratio", spread, ">= 0.75", gained >= 0.75))
+    for stale in ("semi_sync", ALL_AHEAD):
+        low, high = interval(partial(gain, stale), len(base))
+        print(f"{stale} gains {1e3 * low:.2f} to {1e3 * high:.2f} ms", end="")
+        if low > 0:
+            gained, spread = share(stale, rounds), interval(partial(share, stale), len(base))
+            print(f"; compute_ahead {gained:.2f} ({spread[0]:.2f} .. {spread[1]:.2f}) of that", end="")
+            figures.append(
+                Figure(
+                    f"{where}: gain of compute_ahead / of {stale}", gained, "ratio", spread, ">= 0.75", gained >= 0.75
+                )
+            )
+        print()
     sys.stdout.flush()
     return figures
 

@@ -1,4 +1,4 @@
-"""Ranks on several machines train what ranks of one machine do: only the way of ids, embeddings and gradients differs."""
+"""Ranks on several machines train what ranks of one machine do: only ids, embeddings and gradients travel differently."""
 
 from __future__ import annotations
 
