@@ -13,7 +13,12 @@ from torchrec.distributed.types import Awaitable
 from lightning_pipe.recsys.kernels.kernel_calls import KernelOutputGradients, LookupCalls
 from lightning_pipe.recsys.modules.call_arguments import Arguments, PostprocessResults
 from lightning_pipe.recsys.rewrite.boundary import EmbeddingCut, cut_autograd_at_output
-from lightning_pipe.recsys.rewrite.divided_lookup import DividedRows, DivisionExchange, RowDivision
+from lightning_pipe.recsys.rewrite.divided_lookup import (
+    DividedOutputDist,
+    DividedRows,
+    DivisionExchange,
+    RowDivision,
+)
 from lightning_pipe.recsys.rewrite.input_dist import SplitsRequest
 
 if TYPE_CHECKING:
@@ -63,7 +68,7 @@ class DistributedFeatures:
 class DividedFeatures:
     """State after EmbOverlap: which rows of each divided module wait, and the exchange that tells other ranks."""
 
-    divisions: dict[str, list[RowDivision]]
+    divisions: dict[str, list[tuple[DividedOutputDist, RowDivision]]]
     exchange: DivisionExchange | None  # None if no module is divided
 
 

@@ -40,6 +40,7 @@ from lightning_pipe._compat.torchrec import (
     tables_of_lookup,
 )
 from lightning_pipe.engine.runtime.record_stream import record_stream
+from lightning_pipe.recsys.batches.transfer import move_tensor_to_device
 
 # ---------------------------------------------------------------------- which rows wait
 
@@ -267,9 +268,12 @@ class DividedRows(Awaitable[Tensor]):
         super().__init__()
         self._dist, self._division = output_dist, division
         self._shape, self._width = rows.shape, output_dist.width(rows)
+        counts = _subtract(division.sent, division.late_sent_counts)
+        # What other ranks get before the batch's turn.
+        self.bytes_ahead = (sum(counts) - counts[output_dist.group.rank()]) * self._width * rows.element_size()
         self._ahead: _Message | None = self._send(
             rows.detach().reshape(-1, self._width)[division.ahead_places],
-            _subtract(division.sent, division.late_sent_counts),
+            counts,
             _subtract(division.received, division.late_received_counts),
         )
         self._late: _Message | None = None
@@ -407,20 +411,30 @@ class DivisionExchange:
     Args:
         divisions: divisions of a batch, in the same order on every rank.
         group: process group of the output dists.
+        flags: further flags, which every rank sends to every other; equal in number on every rank.
+
+    Attributes:
+        set_anywhere: for each of the further flags, True if it is set on any rank; known after the wait.
     """
 
-    def __init__(self, divisions: Sequence[RowDivision], group: dist.ProcessGroup) -> None:
+    set_anywhere: list[bool]
+
+    def __init__(self, divisions: Sequence[RowDivision], group: dist.ProcessGroup, flags: Sequence[bool]) -> None:
         self._divisions = divisions
         by_division = [division.late.split(division.sent) for division in divisions]
+        further = move_tensor_to_device(torch.tensor(flags, dtype=torch.bool), divisions[0].late.device)
         # For each rank, the rows of all divisions.
-        flags = torch.cat([part for parts in zip(*by_division, strict=True) for part in parts]).to(torch.uint8)
-        self._sizes = list(zip(*(division.received for division in divisions), strict=True))
-        self._received = flags.new_empty(sum(map(sum, self._sizes)))
+        sent = torch.cat([part for parts in zip(*by_division, strict=True) for part in (*parts, further)])
+        sent_sizes = [sum(sizes) for sizes in zip(*(division.sent for division in divisions), strict=True)]
+        self._sizes = [
+            (*sizes, len(flags)) for sizes in zip(*(division.received for division in divisions), strict=True)
+        ]
+        self._received = sent.new_empty(sum(map(sum, self._sizes)), dtype=torch.uint8)
         self._work: Any = dist.all_to_all_single(
             output=self._received,
-            input=flags,
+            input=sent.to(torch.uint8),
             output_split_sizes=[sum(sizes) for sizes in self._sizes],
-            input_split_sizes=[sum(sizes) for sizes in zip(*(division.sent for division in divisions), strict=True)],
+            input_split_sizes=[size + len(flags) for size in sent_sizes],
             group=group,
             async_op=True,
         )
@@ -430,11 +444,12 @@ class DivisionExchange:
         self._work.wait()
         record_stream([self._received, *(list(vars(division).values()) for division in self._divisions)])
         parts = self._received.bool().split([size for sizes in self._sizes for size in sizes])
-        count = len(self._divisions)
-        received = [parts[index::count] for index in range(count)]
+        *received, further = (parts[index :: len(self._divisions) + 1] for index in range(len(self._divisions) + 1))
         numbers = [
             division.numbers(of_division) for division, of_division in zip(self._divisions, received, strict=True)
         ]
-        known = iter(torch.cat([tensor for of_division in numbers for tensor in of_division]).tolist())
+        set_anywhere = torch.stack(list(further)).any(dim=0).long()
+        known = iter(torch.cat([*(tensor for tensors in numbers for tensor in tensors), set_anywhere]).tolist())
         for division, of_division, tensors in zip(self._divisions, received, numbers, strict=True):
             division.complete(of_division, list(islice(known, sum(map(len, tensors)))))
+        self.set_anywhere = list(map(bool, known))

@@ -68,7 +68,7 @@ from lightning_pipe.recsys.rewrite.batch_state import (
 )
 from lightning_pipe.recsys.rewrite.boundary import detach_output
 from lightning_pipe.recsys.rewrite.call_recorder import Recorder
-from lightning_pipe.recsys.rewrite.divided_lookup import DivisionExchange, RowDivision
+from lightning_pipe.recsys.rewrite.divided_lookup import DividedOutputDist, DivisionExchange, RowDivision
 from lightning_pipe.recsys.rewrite.early_release import EarlyRelease, shallow_copy_arguments
 from lightning_pipe.recsys.rewrite.input_dist import SplitsMessageLayout, SplitsRequest, defer_input_dists
 from lightning_pipe.recsys.rewrite.resolution import ArgumentResolver, Method
@@ -408,7 +408,7 @@ class ModelRewrite:
 
         Called for every batch, in order: the rows of this batch are compared with those of the last call.
         """
-        divisions: dict[str, list[RowDivision]] = {}
+        divisions: dict[str, list[tuple[DividedOutputDist, RowDivision]]] = {}
         group = None
         for name, distributed in features.distributed.items():
             entry = self._sharded[name]
@@ -417,7 +417,7 @@ class ModelRewrite:
                 context = features.inputs.contexts[name]
                 features_by_sharding = _features_to_look_up(distributed, context)
                 divisions[name] = [
-                    output_dist.divide(*inputs)
+                    (output_dist, output_dist.divide(*inputs))
                     for output_dist, *inputs in zip(
                         output_dists, features_by_sharding, context.sharding_contexts, strict=True
                     )
@@ -425,8 +425,9 @@ class ModelRewrite:
         self._report_undivided_modules(features.distributed)
         if group is None:
             return DividedFeatures(divisions, None)
-        all_divisions = [division for of_module in divisions.values() for division in of_module]
-        return DividedFeatures(divisions, DivisionExchange(all_divisions, group))
+        all_divisions = [division for of_module in divisions.values() for _, division in of_module]
+        flags = [self._sharded[name].sends_enough_ahead for name in divisions]
+        return DividedFeatures(divisions, DivisionExchange(all_divisions, group, flags))
 
     def _report_undivided_modules(self, names: Iterable[str]) -> None:
         entries = [self._sharded[name] for name in names]
@@ -444,22 +445,26 @@ class ModelRewrite:
 
     def look_up_ahead(self, features: DistributedFeatures, divided: DividedFeatures) -> dict[str, AheadLookup]:
         """Look up for the divided modules, and send the rows that do not wait. Requires grad mode."""
-        if divided.exchange is not None:
-            divided.exchange.wait()
+        if divided.exchange is None:
+            return {}
+        divided.exchange.wait()
         lookups: dict[str, AheadLookup] = {}
         for name, divisions in divided.divisions.items():
             entry = self._sharded[name]
             with ExitStack() as sending, self._capturing_lookup_calls(entry.module) as calls:
-                output_dists = entry.get_divided_output_dists()
                 rows = [
-                    sending.enter_context(output_dist.sending_ahead(division))
-                    for output_dist, division in zip(output_dists, divisions, strict=True)
+                    sending.enter_context(output_dist.sending_ahead(division)) for output_dist, division in divisions
                 ]
                 output = entry.module.compute_and_output_dist(
                     features.inputs.contexts[name], features.distributed[name]
                 )
             sent = [divided_rows for of_dist in rows for divided_rows in of_dist]
+            entry.record_bytes_ahead(sum(divided_rows.bytes_ahead for divided_rows in sent))
             lookups[name] = AheadLookup(output, sent, calls, _take_pinned_rows([entry.module]))
+        for name, is_worth_it in zip(divided.divisions, divided.exchange.set_anywhere, strict=True):
+            if not is_worth_it:
+                self._sharded[name].stop_dividing()
+                self._has_reported_undivided = False
         return lookups
 
     def discard_ahead(self, lookups: Mapping[str, AheadLookup]) -> None:

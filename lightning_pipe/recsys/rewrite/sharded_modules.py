@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import threading
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -69,6 +70,9 @@ _PIPELINED = (
     ShardedFeatureProcessedEmbeddingBagCollection,
     BaseShardedManagedCollisionEmbeddingCollection,
 )
+# Lookups in two parts stop if the rows ahead of these first batches take fewer bytes on average, on every rank: about a
+# millisecond at 1 Gbit/s, as long as the two additional messages.
+_TRIED_BATCHES, _LEAST_BYTES_AHEAD = 20, 128 * 1024
 _REFUSED = (ShardedEmbeddingTower, ShardedEmbeddingTowerCollection)
 
 # Name of a module, and the arguments of a call with features replaced by their forms.
@@ -100,6 +104,7 @@ class ShardedModuleEntry:
         # Why its lookups are not divided, as the end of a sentence that begins with its name; empty if they can be.
         self.undivided_reason = _find_undivided_reason(module)
         self._divided: list[DividedOutputDist] = []
+        self._bytes_ahead: list[int] = []  # of the first divided batches
         self._caches = find_uvm_caching_kernels([module])
         self._fusable: list[FusableAllToAll] = []
         self._changes_features = isinstance(module, ShardedFeatureProcessedEmbeddingBagCollection)
@@ -192,6 +197,24 @@ class ShardedModuleEntry:
                 for lookup, output_dist in zip(lookups_of(self.module), output_dists, strict=True)
             ]
         return self._divided
+
+    @property
+    def sends_enough_ahead(self) -> bool:
+        """False after the first batches, if their rows ahead took fewer bytes than their additional messages cost."""
+        return len(self._bytes_ahead) != _TRIED_BATCHES or statistics.fmean(self._bytes_ahead) >= _LEAST_BYTES_AHEAD
+
+    def record_bytes_ahead(self, sent: int) -> None:
+        """Record how many bytes of rows a batch has sent ahead from this rank."""
+        if len(self._bytes_ahead) < _TRIED_BATCHES:
+            self._bytes_ahead.append(sent)
+
+    def stop_dividing(self) -> None:
+        """Look up later batches at their turn. All ranks agree on that."""
+        self._divided = []
+        self.undivided_reason = (
+            f"has sent less than {_LEAST_BYTES_AHEAD // 1024} KiB ahead per batch on every rank in {_TRIED_BATCHES}"
+            " batches"
+        )
 
     def resolve_arguments(self, batch: Any, results: PostprocessResults) -> Arguments:
         """Return its call's arguments from ``batch``."""

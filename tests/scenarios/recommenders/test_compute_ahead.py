@@ -16,6 +16,7 @@ from lightning_pipe.recsys.rewrite.divided_lookup import RowDivision
 from tests.distributed import run_ranks
 from tests.recsys.dynamic.dynamic_cases import ADAM, ROW_WISE_ADAGRAD, Model, outcome, same, shard, train
 from tests.recsys.pipeline_cases import CASES, Case, adam, batches, sharded
+from tests.recsys.pipeline_cases import outcome as outcome_of_case
 from tests.recsys.pipeline_cases import train as train_batches
 from tests.recsys.sharding_cases import CPU
 
@@ -101,3 +102,23 @@ def test_modules_that_are_looked_up_at_their_turn_are_named_with_the_reason(
     assert second == []
     (said,) = first
     assert f"{names} {reason}" in said
+
+
+def small(rank: int, world_size: int) -> tuple[list[str], bool]:
+    """What is said of modules that send little ahead, and whether such a training is the serial one."""
+    case = Case(CASES["sequences, row_wise"].build, batches, "table_wise")
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        found = outcome_of_case(case, "compute_ahead", 30)
+    texts = [str(one.message) for one in said if "looked up only after" in str(one.message)]
+    return texts, found.same(outcome_of_case(case, "serial", 30))
+
+
+def test_modules_that_send_little_ahead_are_looked_up_at_their_turn_after_some_batches() -> None:
+    (first, first_is_same), (second, second_is_same) = run_ranks(small, 2)
+    (said,) = first
+    for module in ("model.a", "model.b"):
+        assert f"'{module}' has sent less than 128 KiB ahead per batch on every rank in 20 batches" in said
+    assert second == []
+    assert first_is_same
+    assert second_is_same

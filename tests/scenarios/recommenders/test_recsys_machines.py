@@ -1,4 +1,4 @@
-"""Ranks on several machines train what ranks of one machine do: only ids, embeddings and gradients travel differently."""
+"""Ranks on several machines train what ranks of one machine do, only ids, rows and gradients travel otherwise."""
 
 from __future__ import annotations
 
