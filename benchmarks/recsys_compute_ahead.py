@@ -114,7 +114,7 @@ class AheadRace:
         for arm in self.arms.values():
             arm.turn()  # the first step finds out the inputs of the tables
 
-    def _plan(self, tables: nn.Module, sharder: Any) -> ShardingPlan:
+    def _plan(self, tables: Any, sharder: Any) -> ShardingPlan:
         names = [f"table{index}" for index in range(self.options.tables)]
         placed = {
             name: row_wise(compute_kernel="fused") if self._sequences else table_wise(index % 2, compute_kernel="fused")
@@ -154,7 +154,7 @@ class AheadRace:
 
     def _theirs(self, pipeline: Any, kind: Callable[[argparse.Namespace], nn.Module]) -> Training:
         torch.manual_seed(1)
-        model = kind(self.options)
+        model: Any = kind(self.options)
         sharder: Any = EmbeddingCollectionSharder() if self._sequences else EmbeddingBagCollectionSharder()
         if pipeline is TrainPipelinePEC:
             sharder = PECEmbeddingCollectionSharder()

@@ -13,6 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torchrec.distributed.dist_data import KJTAllToAll, PooledEmbeddingsAllToAll, SequenceEmbeddingsAllToAll
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
+from torchrec.distributed.sharding.rw_sequence_sharding import RwSequenceEmbeddingDist
+from torchrec.distributed.sharding.tw_sequence_sharding import TwSequenceEmbeddingDist
 from torchrec.distributed.sharding.tw_sharding import TwPooledEmbeddingDist
 from torchrec.distributed.train_pipeline import tracing
 from torchrec.distributed.types import QuantizedCommCodecs
@@ -167,10 +169,15 @@ def output_dist_has_sent(output_dist: Any) -> bool:
     return getattr(output_dist, "_dist", output_dist) is not None
 
 
-def get_output_all_to_all(output_dist: Any) -> PooledEmbeddingsAllToAll | SequenceEmbeddingsAllToAll | None:
-    """All-to-all of an output dist; None if it sends in another way, or if it has sent nothing yet."""
-    all_to_all = getattr(output_dist, "_dist", None)
-    return all_to_all if type(all_to_all) in (PooledEmbeddingsAllToAll, SequenceEmbeddingsAllToAll) else None
+def get_output_all_to_all(output_dist: Any) -> PooledEmbeddingsAllToAll | SequenceEmbeddingsAllToAll:
+    """All-to-all of an output dist for which :func:`sends_by_all_to_all` holds, after it has first sent."""
+    all_to_all: PooledEmbeddingsAllToAll | SequenceEmbeddingsAllToAll = output_dist._dist
+    return all_to_all
+
+
+def sends_by_all_to_all(output_dist: Any) -> bool:
+    """Return True if an output dist sends rows by an all-to-all. It may create that when it first sends."""
+    return isinstance(output_dist, (TwPooledEmbeddingDist, TwSequenceEmbeddingDist, RwSequenceEmbeddingDist))
 
 
 def set_output_all_to_all_group(output_dist: Any, group: dist.ProcessGroup) -> None:

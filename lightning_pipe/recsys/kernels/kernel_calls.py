@@ -44,6 +44,7 @@ class KernelCall:
         arguments: all arguments of the call, including these.
         learning_rate: learning rate that its backward steps with, even if the kernel's rate changes later.
         count: number of the kernel's training lookups, including this one, if its optimizer counts.
+        is_recounted: True if the count was corrected after the call.
     """
 
     kernel: SplitTableBatchedEmbeddingBagsCodegen
@@ -55,14 +56,21 @@ class KernelCall:
     learning_rate: float
     count: int
 
+    is_recounted: bool = False
+
     @property
-    def has_current_learning_rate(self) -> bool:
-        """True if the kernel's learning rate has not changed since the call."""
-        return self.learning_rate == self.kernel.learning_rate_tensor.item()
+    def is_current(self) -> bool:
+        """True if neither the kernel's learning rate nor the number of the batch has changed since the call."""
+        return not self.is_recounted and self.learning_rate == self.kernel.learning_rate_tensor.item()
+
+    def recount(self) -> None:
+        """Correct the count at the batch's turn: a batch before it, which was looked up, may not have been trained."""
+        count = int(self.kernel.iter_cpu.item())
+        self.count, self.is_recounted = count, self.is_recounted or count != self.count
 
     def output_at_current_rate(self) -> torch.Tensor:
         """Return the output to run backward from: of a repeated call if the learning rate has changed since."""
-        if self.has_current_learning_rate:
+        if self.is_current:
             return self.output
         with (
             hide_prefetch_queues_of_kernels([self.kernel]),
@@ -86,7 +94,7 @@ class SyntheticKernelCall(KernelCall):
         return cls(call.kernel, indices, offsets, weights, output, arguments, call.learning_rate, call.count)
 
     @property
-    def has_current_learning_rate(self) -> bool:
+    def is_current(self) -> bool:
         return False
 
 

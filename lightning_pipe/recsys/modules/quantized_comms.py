@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from fbgemm_gpu.quantize_comm import QuantizationContext, QuantizedCommCodec
@@ -28,6 +29,7 @@ from torchrec.distributed.types import (
 )
 from torchrec.modules.embedding_modules import EmbeddingCollection
 
+from lightning_pipe._compat.torchrec import get_output_group_and_codecs
 from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.engine.common.options import check_choice
 from lightning_pipe.recsys.modules.row_means import ROW_SHARDED_TYPES
@@ -138,6 +140,12 @@ class QuantizedComms:
             backward=_LossScaledCommCodec(PRECISIONS[self.backward], self.backward_loss_scale, row),
         )
         return {op.name: codecs for op in _OPS}
+
+
+def has_own_codecs(all_to_all: Any) -> bool:
+    """Return True if an all-to-all of TorchRec sends without codecs or with those of this module."""
+    _, codecs = get_output_group_and_codecs(all_to_all)
+    return codecs is None or isinstance(codecs.forward, _LossScaledCommCodec)
 
 
 class _LossScaledCommCodec(QuantizedCommCodec):

@@ -78,7 +78,7 @@ class AheadLookup:
 
     output: Awaitable[Any]
     rows: list[DividedRows]
-    calls: LookupCalls | None
+    calls: LookupCalls
     pinned: list[BatchRows]  # of dynamic tables
 
 

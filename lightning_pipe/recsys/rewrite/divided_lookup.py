@@ -63,7 +63,7 @@ class NewestBatchRows:
         self._places: Tensor | None = None
 
     def replace(self, features: KeyedJaggedTensor) -> Tensor:
-        """Make *features* the newest batch. Return True for each of its ids that the batch before it has."""
+        """Make *features* the newest batch. Return True for each of its ids that the batch before may have, too."""
         lengths = features.lengths().view(len(self._rows), features.stride()).sum(1)
         ids = features.values().long()
         starts, rows = (
@@ -71,8 +71,10 @@ class NewestBatchRows:
         )
         # FBGEMM looks up row 0 for an id outside of its table.
         places = torch.where((ids < 0) | (ids >= rows), 0, ids) + starts
-        shared = self._marked[places]
-        if self._places is not None:
+        if self._places is None:  # the batch before is unknown
+            shared = torch.ones_like(ids, dtype=torch.bool)
+        else:
+            shared = self._marked[places]
             self._marked[self._places] = False
         self._marked[places] = True
         self._places = places
@@ -279,6 +281,11 @@ class DividedRows(Awaitable[Tensor]):
         self._late: _Message | None = None
         self._gradients: _Message | None = None
         self._source = _RowsToSend.apply(rows, self)
+
+    def drop(self) -> None:
+        """Give up the rows that are on their way to this rank."""
+        if self._ahead is not None and self._source.device.type != "cpu":
+            self._ahead.wait()  # on the device only, which then may use the memory again
 
     def send_late_rows(self) -> None:
         """Look up the rows that have waited, and send them. Without gradients: those take the way of all rows."""

@@ -248,6 +248,11 @@ class ModelRewrite:
         return arguments_by_name
 
     @property
+    def can_divide_lookups(self) -> bool:
+        """True if no reason is known why the lookups of a module cannot be divided."""
+        return not all(entry.undivided_reason for entry in self._sharded.values())
+
+    @property
     def sharded_modules(self) -> dict[str, ShardedModule[Any, Any, Any, Any]]:
         """All sharded modules by name."""
         return {name: entry.module for name, entry in self._sharded.items()}
@@ -451,7 +456,9 @@ class ModelRewrite:
         lookups: dict[str, AheadLookup] = {}
         for name, divisions in divided.divisions.items():
             entry = self._sharded[name]
-            with ExitStack() as sending, self._capturing_lookup_calls(entry.module) as calls:
+            if entry.undivided_reason:
+                continue
+            with ExitStack() as sending, capture_calls(entry.module) as calls:
                 rows = [
                     sending.enter_context(output_dist.sending_ahead(division)) for output_dist, division in divisions
                 ]
@@ -463,13 +470,19 @@ class ModelRewrite:
             lookups[name] = AheadLookup(output, sent, calls, _take_pinned_rows([entry.module]))
         for name, is_worth_it in zip(divided.divisions, divided.exchange.set_anywhere, strict=True):
             if not is_worth_it:
-                self._sharded[name].stop_dividing()
-                self._has_reported_undivided = False
+                self._stop_dividing(self._sharded[name])
         return lookups
+
+    def _stop_dividing(self, entry: ShardedModuleEntry, reason: str = "") -> None:
+        if not entry.undivided_reason:
+            entry.stop_dividing(reason)
+            self._has_reported_undivided = False
 
     def discard_ahead(self, lookups: Mapping[str, AheadLookup]) -> None:
         """Undo the first parts of lookups whose batch will not be trained."""
         for name, lookup in lookups.items():
+            for rows in lookup.rows:
+                rows.drop()
             add_to_kernel_iteration_counts(self._sharded[name].module, -1)
             release_pinned_rows(lookup.pinned, trained=False)
 
@@ -493,16 +506,20 @@ class ModelRewrite:
         self._lookup_stream = current_stream(self._device)
         record_stream([features.distributed, inputs.contexts])
         embeddings = Embeddings(inputs)
-        ahead = ahead or {}
+        discarded = {name: lookup for name, lookup in (ahead or {}).items() if self._sharded[name].undivided_reason}
+        self.discard_ahead(discarded)
+        ahead = {name: lookup for name, lookup in (ahead or {}).items() if name not in discarded}
         self._send_late_rows(ahead)
         modules = {name: self._sharded[name].module for name in features.distributed}
         awaitables: dict[str, Any] = {}
         captured: dict[str, LookupCalls | None] = {}
         with match_lookups_to_grad_mode(*modules.values()):
             for name, module in modules.items():
-                if name in ahead:
-                    awaitables[name], captured[name] = ahead[name].output, ahead[name].calls
-                    embeddings.hold_rows(ahead[name].pinned)
+                if (lookup := ahead.get(name)) is not None:
+                    awaitables[name], captured[name] = lookup.output, lookup.calls
+                    for call in lookup.calls.kernel_calls:
+                        call.recount()
+                    embeddings.hold_rows(lookup.pinned)
                     continue
                 with self._capturing_lookup_calls(module) as captured[name]:
                     awaitables[name] = module.compute_and_output_dist(inputs.contexts[name], features.distributed[name])
@@ -586,6 +603,8 @@ class ModelRewrite:
             self._recorder.record_call(entry.name, *call)
         if embeddings is None:
             return self._call_sharded_module_now(entry, call)
+        if self._recorder is None and entry.arguments is not None and torch.is_grad_enabled():
+            self._stop_dividing(entry, "is called again in a step, which trains rows that are not known in advance")
         with self._capturing_lookup_calls(entry.module) as lookups:
             output = self._call_sharded_module_now(entry, call)
         embeddings.hold_rows(_take_pinned_rows([entry.module]))

@@ -30,6 +30,7 @@ from lightning_pipe._compat.torchrec import (
     lookups_of,
     output_dist_has_sent,
     output_dists_of,
+    sends_by_all_to_all,
     set_output_all_to_all_group,
     sharding_group,
     table_configs,
@@ -59,6 +60,7 @@ from lightning_pipe.recsys.modules.feature_checks import (
 )
 from lightning_pipe.recsys.modules.ids_on_wire import IdsOnWire, sends_int32
 from lightning_pipe.recsys.modules.output_order import wait_output
+from lightning_pipe.recsys.modules.quantized_comms import has_own_codecs
 from lightning_pipe.recsys.modules.row_means import ROW_SHARDED_TYPES
 from lightning_pipe.recsys.rewrite.divided_lookup import DividedOutputDist
 from lightning_pipe.recsys.rewrite.input_dist import FusableAllToAll, collect_outgoing_features, defer_input_dists
@@ -188,9 +190,8 @@ class ShardedModuleEntry:
             return self._divided
         if self.form is not None and self.form.inverse_keys is not None:
             self.undivided_reason = "gets features with a batch size per feature"
-        elif any(get_output_all_to_all(output_dist) is None for output_dist in output_dists):
-            types = ", ".join(sorted(get_module_sharding_types(self.module)))
-            self.undivided_reason = f"does not send all its outputs by an all-to-all of rows (sharded {types})"
+        elif not all(has_own_codecs(get_output_all_to_all(output_dist)) for output_dist in output_dists):
+            self.undivided_reason = "has codecs for its messages that are not this project's"
         else:
             self._divided = [
                 DividedOutputDist(lookup, output_dist, self.device)
@@ -208,10 +209,10 @@ class ShardedModuleEntry:
         if len(self._bytes_ahead) < _TRIED_BATCHES:
             self._bytes_ahead.append(sent)
 
-    def stop_dividing(self) -> None:
-        """Look up later batches at their turn. All ranks agree on that."""
+    def stop_dividing(self, reason: str = "") -> None:
+        """Look up batches at their turn from now on. All ranks agree on that. The default reason is too few bytes."""
         self._divided = []
-        self.undivided_reason = (
+        self.undivided_reason = reason or (
             f"has sent less than {_LEAST_BYTES_AHEAD // 1024} KiB ahead per batch on every rank in {_TRIED_BATCHES}"
             " batches"
         )
@@ -353,7 +354,14 @@ def _find_undivided_reason(module: ShardedModule[Any, Any, Any, Any]) -> str:
     if not isinstance(module, (ShardedEmbeddingBagCollection, ShardedEmbeddingCollection)):
         return f"is a {type(module).__name__}, whose lookup depends on more than the rows"
     kernels = {kernel for kernel in compute_kernels(module).values() if kernel not in ("fused", "fused_uvm")}
-    return f"has the compute kernels {', '.join(sorted(kernels))}" if kernels else ""
+    if kernels:
+        return f"has the compute kernels {', '.join(sorted(kernels))}"
+    if not all(map(sends_by_all_to_all, output_dists_of(module))):
+        types = ", ".join(sorted(get_module_sharding_types(module)))
+        return f"does not send all its outputs by an all-to-all of rows (sharded {types})"
+    if is_dynamic(module) and any(table.ttl is not None for table in module.dynamic_tables.values()):
+        return "has tables with a ttl, which counts batches that are looked up"
+    return ""
 
 
 def _is_features(value: Any) -> bool:

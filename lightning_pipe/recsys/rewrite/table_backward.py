@@ -40,7 +40,7 @@ class TableBackward:
         A kernel takes its learning rate at lookup. If the rate has changed since then and the calls were captured, the
         kernel is called again, for a backward with the current rate.
         """
-        if embeddings.kernel_gradients is None and not _have_current_learning_rates(embeddings):
+        if embeddings.kernel_gradients is None and not _are_lookups_current(embeddings):
             self.run_to_kernels(embeddings, agree_unused)
         if embeddings.kernel_gradients is not None:
             _run_kernel_backward(embeddings.kernel_gradients, scale)
@@ -84,9 +84,9 @@ class TableBackward:
         return calls
 
 
-def _have_current_learning_rates(embeddings: Embeddings) -> bool:
+def _are_lookups_current(embeddings: Embeddings) -> bool:
     return all(
-        kernel.has_current_learning_rate
+        kernel.is_current
         for call in embeddings.calls
         if call.lookups is not None
         for kernel in call.lookups.kernel_calls

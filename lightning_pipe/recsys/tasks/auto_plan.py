@@ -33,15 +33,15 @@ _ON_WORKERS = frozenset({"EmbPrefetch"})
 
 
 def hand_written_plans(
-    tasks: Sequence[PipelineTask], *, on_disk: bool = False, peers: bool = True, max_in_flight: int | None = None
+    tasks: Sequence[PipelineTask], *, on_disk: bool = False, can_divide: bool = True, max_in_flight: int | None = None
 ) -> list[PipelinePlan]:
     """Return the serial plan and the plans that run ahead without stale tables.
 
     Plans that look up ahead are included only if lookups read nothing but tables, and plans that look up in two parts
-    only with the tasks for that, and if there are other ranks (*peers*).
+    only with the tasks for that, and if a module's lookups can be divided (*can_divide*).
     """
     only_tables = not lookup_state_besides_tables(tasks)
-    can_divide = peers and any(task.name == "EmbForwardAhead" for task in tasks)
+    can_divide = can_divide and any(task.name == "EmbForwardAhead" for task in tasks)
     names = [
         name
         for name, plan in PLANS.items()

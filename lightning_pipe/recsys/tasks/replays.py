@@ -113,6 +113,10 @@ class RecsysReplayDeclarations:
 
     # ------------------------------------------------------------------ lookup, and the dense part
 
+    def divided_lookup(self) -> tuple[DeclaredIO, ...]:
+        # Not replayed. In a check, a batch that is trained again has another batch before it.
+        return (DeclaredIO(lambda ctx: None, lambda ctx, _: None, ("divided", "ahead")),)
+
     def emb_forward(self) -> tuple[DeclaredIO, ...]:
         def restore_embedding_outputs(ctx: RecsysContext, outputs: Mapping[str, Any]) -> None:
             if (ahead := ctx.pop("ahead")) is not None:

@@ -382,7 +382,7 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
         by_hand = hand_written_plans(
             tasks,
             on_disk=bool(sharded.dynamic_rows),
-            peers=self.world_size > 1,
+            can_divide=rewrite.can_divide_lookups,
             max_in_flight=self._auto.max_in_flight,
         )
         plans = [*map(allowed, by_hand)]

@@ -52,7 +52,7 @@ def test_plans_that_look_up_ahead_are_tried_where_lookups_read_tables_alone_and_
     assert on_disk == [name for name in PLANS if name not in ("semi_sync", "compute_ahead")]
     divided = recsys_tasks(divided=True)
     assert [plan.name for plan in hand_written_plans(divided)] == [*tried, "compute_ahead"]
-    assert [plan.name for plan in hand_written_plans(divided, peers=False)] == tried
+    assert [plan.name for plan in hand_written_plans(divided, can_divide=False)] == tried
     reading_more = [
         PipelineTask(task.name, task.fn, reads=(*task.reads, DENSE_PARAMETERS), writes=task.writes)
         if task.name == "EmbForward"

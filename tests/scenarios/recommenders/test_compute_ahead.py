@@ -8,7 +8,11 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
+from torch import nn
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from lightning_pipe.callbacks import PipelineProfiler
 from lightning_pipe.engine import State, TaskSchedule
 from lightning_pipe.recsys import RecsysTask, TrainPipeline, recsys_tasks
 from lightning_pipe.recsys.plans.recsys_plans import PLANS, plan_of_spec
@@ -18,7 +22,10 @@ from tests.recsys.dynamic.dynamic_cases import ADAM, ROW_WISE_ADAGRAD, Model, ou
 from tests.recsys.pipeline_cases import CASES, Case, adam, batches, sharded
 from tests.recsys.pipeline_cases import outcome as outcome_of_case
 from tests.recsys.pipeline_cases import train as train_batches
+from tests.recsys.rewrite_cases import Bags, Batch
 from tests.recsys.sharding_cases import CPU
+from tests.strategies.cases import Clicks, Sequenced, fit, loader, recsys, state_of
+from tests.strategies.cases import difference as state_difference
 
 STEPS = 12
 
@@ -61,7 +68,8 @@ def test_dynamic_tables_train_to_the_bit_of_the_serial_plan_also_where_rows_are_
     for serial, ahead in ranks:
         assert same(serial[:2], ahead[:2])
     assert sum(ahead[2] for _, ahead in ranks) > 0
-    assert sum(ahead[3] for _, ahead in ranks) > 0
+    # A ttl counts batches that are looked up.
+    assert (sum(ahead[3] for _, ahead in ranks) > 0) == ("ttl" not in options)
 
 
 def reasons(rank: int, world_size: int, extra: dict[str, RecsysTask]) -> list[str]:
@@ -122,3 +130,54 @@ def test_modules_that_send_little_ahead_are_looked_up_at_their_turn_after_some_b
     assert second == []
     assert first_is_same
     assert second_is_same
+
+
+class CalledAgain(nn.Module):
+    """Looks up other ids in its step from the third batch on, as for negatives that a step draws."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = Bags()
+        self.steps = 0
+
+    def forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        loss = self.model(batch)
+        self.steps += 1
+        if self.steps > 2:
+            drawn = batch.sparse.values().flip(0)
+            others = KeyedJaggedTensor(batch.sparse.keys(), drawn, lengths=batch.sparse.lengths())
+            loss = loss + self.model.a(others).values().sum() / 100
+        return loss, loss.detach().clone()
+
+
+def called_again(rank: int, world_size: int) -> tuple[list[str], bool]:
+    case = Case(CalledAgain, batches, "table_wise")
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        found = outcome_of_case(case, "compute_ahead")
+    texts = [str(one.message) for one in said if "looked up only after" in str(one.message)]
+    return texts, found.same(outcome_of_case(case, "serial"))
+
+
+def test_a_module_that_a_step_calls_again_with_other_ids_is_looked_up_at_its_turn() -> None:
+    (first, first_is_same), (_, second_is_same) = run_ranks(called_again, 2)
+    assert first_is_same
+    assert second_is_same
+    assert "'model.a' is called again in a step" in first[-1]
+
+
+def profiled(rank: int, world_size: int) -> tuple[list[str], list[str]]:
+    """What differs after a fit with profiles, and the tasks that they have measured."""
+    kinds = {"past": "row_wise", "people": "column_wise"}
+    states, profiler = [], PipelineProfiler(at_steps=(3,), rounds=1, iterations=1)
+    for callbacks in ([], [profiler]):
+        module = Clicks(Sequenced)
+        states.append(state_of(fit(module, recsys("compute_ahead", kinds), loader(64), callbacks=callbacks)))
+    tasks = [name for profile in profiler.profiles.values() for name in profile.tasks]
+    return state_difference(states[0], states[1]), tasks
+
+
+def test_a_profile_under_the_plan_changes_nothing_and_has_its_tasks() -> None:
+    for differs, tasks in run_ranks(profiled, 2):
+        assert differs == []
+        assert {"EmbOverlap", "EmbForwardAhead", "EmbForward"} <= set(tasks)
