@@ -271,8 +271,9 @@ class DividedRows(Awaitable[Tensor]):
         self._dist, self._division = output_dist, division
         self._shape, self._width = rows.shape, output_dist.width(rows)
         counts = _subtract(division.sent, division.late_sent_counts)
-        # What other ranks get before the batch's turn.
-        self.bytes_ahead = (sum(counts) - counts[output_dist.group.rank()]) * self._width * rows.element_size()
+        # What other ranks get ahead, and in all.
+        rank, row_bytes = output_dist.group.rank(), self._width * rows.element_size()
+        self.sent_bytes = tuple((sum(rows_sent) - rows_sent[rank]) * row_bytes for rows_sent in (counts, division.sent))
         self._ahead: _Message | None = self._send(
             rows.detach().reshape(-1, self._width)[division.ahead_places],
             counts,

@@ -466,7 +466,7 @@ class ModelRewrite:
                     features.inputs.contexts[name], features.distributed[name]
                 )
             sent = [divided_rows for of_dist in rows for divided_rows in of_dist]
-            entry.record_bytes_ahead(sum(divided_rows.bytes_ahead for divided_rows in sent))
+            entry.record_sent_bytes(*map(sum, zip(*(of_sharding.sent_bytes for of_sharding in sent), strict=True)))
             lookups[name] = AheadLookup(output, sent, calls, _take_pinned_rows([entry.module]))
         for name, is_worth_it in zip(divided.divisions, divided.exchange.set_anywhere, strict=True):
             if not is_worth_it:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import threading
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -72,9 +71,9 @@ _PIPELINED = (
     ShardedFeatureProcessedEmbeddingBagCollection,
     BaseShardedManagedCollisionEmbeddingCollection,
 )
-# Lookups in two parts stop if the rows ahead of these first batches take fewer bytes on average, on every rank: about a
-# millisecond at 1 Gbit/s, as long as the two additional messages.
-_TRIED_BATCHES, _LEAST_BYTES_AHEAD = 20, 128 * 1024
+# Lookups in two parts stop if fewer rows of these first batches went ahead, on every rank. The bytes take a millisecond at
+# 1 Gbit/s, as do the two additional messages. The second lookup and the merge of many late rows cost as much as they save.
+_TRIED_BATCHES, _LEAST_BYTES_AHEAD, _LEAST_SHARE_AHEAD = 20, 128 * 1024, 1 / 3
 _REFUSED = (ShardedEmbeddingTower, ShardedEmbeddingTowerCollection)
 
 # Name of a module, and the arguments of a call with features replaced by their forms.
@@ -106,7 +105,8 @@ class ShardedModuleEntry:
         # Why its lookups are not divided, as the end of a sentence that begins with its name; empty if they can be.
         self.undivided_reason = _find_undivided_reason(module)
         self._divided: list[DividedOutputDist] = []
-        self._bytes_ahead: list[int] = []  # of the first divided batches
+        # Bytes of rows sent ahead to other ranks, and of all rows sent to them, of the first divided batches.
+        self._sent: list[tuple[int, int]] = []
         self._caches = find_uvm_caching_kernels([module])
         self._fusable: list[FusableAllToAll] = []
         self._changes_features = isinstance(module, ShardedFeatureProcessedEmbeddingBagCollection)
@@ -201,20 +201,23 @@ class ShardedModuleEntry:
 
     @property
     def sends_enough_ahead(self) -> bool:
-        """False after the first batches, if their rows ahead took fewer bytes than their additional messages cost."""
-        return len(self._bytes_ahead) != _TRIED_BATCHES or statistics.fmean(self._bytes_ahead) >= _LEAST_BYTES_AHEAD
+        """False after the first batches, if too few of their rows went ahead for what the division costs."""
+        if len(self._sent) != _TRIED_BATCHES:
+            return True
+        ahead, whole = map(sum, zip(*self._sent, strict=True))
+        return bool(ahead >= max(_LEAST_BYTES_AHEAD * _TRIED_BATCHES, _LEAST_SHARE_AHEAD * whole))
 
-    def record_bytes_ahead(self, sent: int) -> None:
-        """Record how many bytes of rows a batch has sent ahead from this rank."""
-        if len(self._bytes_ahead) < _TRIED_BATCHES:
-            self._bytes_ahead.append(sent)
+    def record_sent_bytes(self, ahead: int, whole: int) -> None:
+        """Record how many bytes of rows a batch has sent to other ranks ahead, and in all."""
+        if len(self._sent) < _TRIED_BATCHES:
+            self._sent.append((ahead, whole))
 
     def stop_dividing(self, reason: str = "") -> None:
         """Look up batches at their turn from now on. All ranks agree on that. The default reason is too few bytes."""
         self._divided = []
         self.undivided_reason = reason or (
-            f"has sent less than {_LEAST_BYTES_AHEAD // 1024} KiB ahead per batch on every rank in {_TRIED_BATCHES}"
-            " batches"
+            f"has sent less than {_LEAST_BYTES_AHEAD // 1024} KiB or {_LEAST_SHARE_AHEAD:.0%} of its rows ahead per"
+            f" batch on every rank in {_TRIED_BATCHES} batches"
         )
 
     def resolve_arguments(self, batch: Any, results: PostprocessResults) -> Arguments:
