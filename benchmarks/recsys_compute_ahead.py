@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import itertools
 import logging
 import os
 import random
@@ -93,17 +94,19 @@ def draw_ids(data: list[Batch], rows: int, law: str) -> None:
 
 
 class AheadRace:
-    """All pipelines for one kind of tables.
+    """All pipelines for one kind of tables and ids.
 
     Args:
         options: options of the command line.
         sequences: True for sequence tables sharded by rows, False for pooled tables sharded by table.
+        law: distribution of the ids.
     """
 
-    def __init__(self, options: argparse.Namespace, sequences: bool) -> None:
+    def __init__(self, options: argparse.Namespace, sequences: bool, law: str) -> None:
         self.options = copy.copy(options)
         self.options.pooling = 20 if sequences else 5
         self.data = batches(self.options, dist.get_rank(), False)[:BATCHES]
+        draw_ids(self.data, options.rows, law)
         self._kind: Callable[[argparse.Namespace], nn.Module] = DeepSequences if sequences else Deep
         self._sequences = sequences
         self.arms: dict[str, Training] = {plan: self._ours(plan) for plan in (*EXACT, "semi_sync")}
@@ -193,9 +196,8 @@ class AheadRace:
         timeline = Timeline(task_bars(spans, dist.get_rank()), pipeline.plan.dependencies)
         return TimelinePanel(f"{plan}: {milliseconds:.0f} ms a step", timeline, ends)
 
-    def run(self, law: str) -> dict[str, list[float]]:
-        """Seconds per step of all pipelines by round, with ids by *law*."""
-        draw_ids(self.data, self.options.rows, law)
+    def run(self) -> dict[str, list[float]]:
+        """Seconds per step of all pipelines by round."""
         order = random.Random(0)  # the same on every rank
         for arm in self.arms.values():
             arm.restart()
@@ -275,17 +277,17 @@ def run_rank(options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     figures: list[Figure] = []
-    for kind in options.kinds:
-        race = AheadRace(options, kind == "sequences")
-        for law in options.laws:
-            times = race.run(law)
-            shares = race.shares_ahead()
-            if dist.get_rank() == 0:
-                figures += show(f"{options.rate}, {kind}, {law}", times, shares)
-                save(figures, options.json)
-        if options.picture is not None and kind == "sequences":
-            panels = [race.timeline_of(plan) for plan in ("base", "compute_ahead")]
-            if dist.get_rank() == 0:
+    for kind, law in itertools.product(options.kinds, options.laws):
+        race = AheadRace(options, kind == "sequences", law)
+        times, shares = race.run(), race.shares_ahead()
+        panels = [race.timeline_of(plan) for plan in ("base", "compute_ahead")]
+        for arm in race.arms.values():
+            if isinstance(arm, Ours):
+                arm.pipeline.close()
+        if dist.get_rank() == 0:
+            figures += show(f"{options.rate}, {kind}, {law}", times, shares)
+            save(figures, options.json)
+            if options.picture is not None and (kind, law) == ("sequences", "uniform"):
                 draw_timelines(panels, options.picture)
     dist.barrier()
     os._exit(0)  # pipeline threads still wait for batches
@@ -310,7 +312,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default, help=help_text)
     parser.add_argument("--mlp", type=int, nargs=1, default=[128], help="width of the MLP")
     parser.add_argument(
-        "--picture", type=Path, help="also draw the timelines of base and compute_ahead, with sequences"
+        "--picture", type=Path, help="also draw the timelines of base and compute_ahead, of uniform sequences"
     )
     add_options(parser)
     options = parser.parse_args()

@@ -23,7 +23,10 @@ TIMELINES = {
 SCRIPTS = {
     "demo": ("examples.rows_on_disk.demo",),
     # Needs root, for a link of 200 Mbit/s.
-    "compute_ahead": ("benchmarks.recsys_compute_ahead", "--kinds", "sequences", "--laws", "uniform", "--rounds", "2"),
+    "compute_ahead": (
+        *("benchmarks.recsys_compute_ahead", "--kinds", "sequences", "--laws", "uniform"),
+        *("--rounds", "2", "--times", "160"),
+    ),
 }
 
 

@@ -71,8 +71,8 @@ _PIPELINED = (
     ShardedFeatureProcessedEmbeddingBagCollection,
     BaseShardedManagedCollisionEmbeddingCollection,
 )
-# Lookups in two parts stop if fewer rows of these first batches went ahead, on every rank. The bytes take a millisecond at
-# 1 Gbit/s, as do the two additional messages. The second lookup and the merge of many late rows cost as much as they save.
+# Lookups in two parts stop if fewer rows of these first batches went ahead, on every rank. So many bytes take 1 ms at
+# 1 Gbit/s, as the two additional messages do. Many late rows, looked up twice and merged, cost as much as they save.
 _TRIED_BATCHES, _LEAST_BYTES_AHEAD, _LEAST_SHARE_AHEAD = 20, 128 * 1024, 1 / 3
 _REFUSED = (ShardedEmbeddingTower, ShardedEmbeddingTowerCollection)
 
