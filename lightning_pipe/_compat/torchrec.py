@@ -164,19 +164,16 @@ def output_dists_of(module: Any) -> list[nn.Module]:
     return dists
 
 
-def output_dist_has_sent(output_dist: Any) -> bool:
-    """Return False if an output dist creates its collective when it first sends, and has not sent yet."""
-    return getattr(output_dist, "_dist", output_dist) is not None
-
-
 def get_output_all_to_all(output_dist: Any) -> PooledEmbeddingsAllToAll | SequenceEmbeddingsAllToAll:
-    """All-to-all of an output dist for which :func:`sends_by_all_to_all` holds, after it has first sent."""
+    """All-to-all of an output dist for which :func:`sends_by_all_to_all` holds; made now if it has not sent yet."""
+    if output_dist._dist is None:
+        output_dist._create_output_dist_module()
     all_to_all: PooledEmbeddingsAllToAll | SequenceEmbeddingsAllToAll = output_dist._dist
     return all_to_all
 
 
 def sends_by_all_to_all(output_dist: Any) -> bool:
-    """Return True if an output dist sends rows by an all-to-all. It may create that when it first sends."""
+    """Return True if an output dist sends rows by an all-to-all."""
     return isinstance(output_dist, (TwPooledEmbeddingDist, TwSequenceEmbeddingDist, RwSequenceEmbeddingDist))
 
 

@@ -187,14 +187,14 @@ class DividedOutputDist:
         self.backward_codec = None if codecs is None else codecs.backward
         self._newest = NewestBatchRows(tables_of_lookup(lookup), device)
         self.columns_by_rank: list[int] | None = None  # of pooled embeddings
-        self._width = 0
+        self.row_width = 0  # 0 for sequences, whose rows are those of the lookup
         if isinstance(self._all_to_all, PooledEmbeddingsAllToAll):
             columns = pooled_columns_by_rank(output_dist)
             self.columns_by_rank = [sum(of_rank) for of_rank in columns]
             # Pooled embeddings are sent as rows of one width, so that each bag is a whole number of rows.
-            self._width = math.gcd(*(dimension for of_rank in columns for dimension in of_rank))
+            self.row_width = math.gcd(*(dimension for of_rank in columns for dimension in of_rank))
             own = columns[self.group.rank()]
-            rows = [dimension // self._width for dimension in own]
+            rows = [dimension // self.row_width for dimension in own]
             self._rows_per_bag = torch.tensor(rows, dtype=torch.int64, device=device)
 
     def divide(self, features: KeyedJaggedTensor, context: Any) -> RowDivision:
@@ -222,7 +222,7 @@ class DividedOutputDist:
         assert self.columns_by_rank is not None
         offsets, rank = features.offsets().long(), self.group.rank()
         waits = _count_before(shared)[offsets].diff() > 0  # a bag with one such id
-        rows = [columns // self._width for columns in self.columns_by_rank]
+        rows = [columns // self.row_width for columns in self.columns_by_rank]
         by_sample = waits.view(len(features.keys()), features.stride()).T
         late = by_sample.repeat_interleave(self._rows_per_bag, dim=1, output_size=rows[rank]).flatten()
         # The late lookup returns all bags; those without ids are not sent.
@@ -252,10 +252,6 @@ class DividedOutputDist:
         finally:
             del self._all_to_all.forward
 
-    def width(self, rows: Tensor) -> int:
-        """Columns of the rows that are sent for a lookup's output."""
-        return self._width or rows.shape[1]
-
 
 class DividedRows(Awaitable[Tensor]):
     """The output of one lookup on its way in two messages. The first one is sent when this object is made.
@@ -269,7 +265,7 @@ class DividedRows(Awaitable[Tensor]):
     def __init__(self, output_dist: DividedOutputDist, division: RowDivision, rows: Tensor) -> None:
         super().__init__()
         self._dist, self._division = output_dist, division
-        self._shape, self._width = rows.shape, output_dist.width(rows)
+        self._shape, self._width = rows.shape, output_dist.row_width or rows.shape[1]
         counts = _subtract(division.sent, division.late_sent_counts)
         # What other ranks get ahead, and in all.
         rank, row_bytes = output_dist.group.rank(), self._width * rows.element_size()

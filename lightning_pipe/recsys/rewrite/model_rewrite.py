@@ -436,8 +436,7 @@ class ModelRewrite:
 
     def _report_undivided_modules(self, names: Iterable[str]) -> None:
         entries = [self._sharded[name] for name in names]
-        is_known = all(entry.undivided_reason or entry.get_divided_output_dists() for entry in entries)
-        if not entries or not is_known or self._has_reported_undivided:
+        if not entries or self._has_reported_undivided:
             return
         self._has_reported_undivided = True
         reasons = [f"{entry.name!r} {entry.undivided_reason}" for entry in entries if entry.undivided_reason]

@@ -27,7 +27,6 @@ from lightning_pipe._compat.torchrec import (
     get_output_all_to_all,
     is_weighted,
     lookups_of,
-    output_dist_has_sent,
     output_dists_of,
     sends_by_all_to_all,
     set_output_all_to_all_group,
@@ -184,10 +183,10 @@ class ShardedModuleEntry:
             )
 
     def get_divided_output_dists(self) -> list[DividedOutputDist]:
-        """Its output dists, if its lookups can be divided; none before its first lookup, which creates them."""
-        output_dists = output_dists_of(self.module)
-        if self._divided or self.undivided_reason or not all(map(output_dist_has_sent, output_dists)):
+        """Its output dists, if its lookups can be divided. Its features are known."""
+        if self._divided or self.undivided_reason:
             return self._divided
+        output_dists = output_dists_of(self.module)
         if self.form is not None and self.form.inverse_keys is not None:
             self.undivided_reason = "gets features with a batch size per feature"
         elif not all(has_own_codecs(get_output_all_to_all(output_dist)) for output_dist in output_dists):

@@ -317,8 +317,7 @@ class RecsysSession:
             plan = self._plan
             check_agreement([("name", "auto")] if plan is None else plan.description(), "plan", self.world)
             if self.world is not None and (plan is None or needs_input_dist_process_group(plan)):
-                make = new_group if self._replicas is None else self._replicas.groups.new_shard_group
-                self._input_group = wrap_full_duplex_group(self._destroy_group_at_close(make()))
+                self._input_group = self._new_full_duplex_group()
             self._input_group_known = True
         return self._input_group
 
@@ -327,9 +326,12 @@ class RecsysSession:
         if not self._output_group_known:
             self._output_group_known = True
             if self.world is not None and is_multi_host_gloo_group(self.world):
-                make = new_group if self._replicas is None else self._replicas.groups.new_shard_group
-                self._output_group = wrap_full_duplex_group(self._destroy_group_at_close(make()))
+                self._output_group = self._new_full_duplex_group()
         return self._output_group
+
+    def _new_full_duplex_group(self) -> dist.ProcessGroup:
+        make = new_group if self._replicas is None else self._replicas.groups.new_shard_group
+        return wrap_full_duplex_group(self._destroy_group_at_close(make()))
 
     def _destroy_group_at_close(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
         def destroy_group() -> None:
