@@ -166,18 +166,19 @@ def test_a_module_that_a_step_calls_again_with_other_ids_is_looked_up_at_its_tur
     assert "'model.a' is called again in a step" in first[-1]
 
 
-def profiled(rank: int, world_size: int) -> tuple[list[str], list[str]]:
+def profiled(rank: int, world_size: int, path: Path) -> tuple[list[str], list[str]]:
     """What differs after a fit with profiles, and the tasks that they have measured."""
     kinds = {"past": "row_wise", "people": "column_wise"}
     states, profiler = [], PipelineProfiler(at_steps=(3,), rounds=1, iterations=1)
     for callbacks in ([], [profiler]):
         module = Clicks(Sequenced)
-        states.append(state_of(fit(module, recsys("compute_ahead", kinds), loader(64), callbacks=callbacks)))
+        strategy = recsys("compute_ahead", kinds)
+        states.append(state_of(fit(module, strategy, loader(64), callbacks=callbacks, default_root_dir=path)))
     tasks = [name for profile in profiler.profiles.values() for name in profile.tasks]
     return state_difference(states[0], states[1]), tasks
 
 
-def test_a_profile_under_the_plan_changes_nothing_and_has_its_tasks() -> None:
-    for differs, tasks in run_ranks(profiled, 2):
+def test_a_profile_under_the_plan_changes_nothing_and_has_its_tasks(tmp_path: Path) -> None:
+    for differs, tasks in run_ranks(profiled, 2, tmp_path):
         assert differs == []
         assert {"EmbOverlap", "EmbForwardAhead", "EmbForward"} <= set(tasks)
