@@ -43,7 +43,8 @@ STRATEGIES = (
         "fused_sparse_dist", "; copy and input dist ahead, and the lookup as soon as the tables are updated"
     ),
     _make_recsys_registry_entry(
-        "compute_ahead", "; rows that the previous batch does not train are looked up while that batch trains, exact"
+        "compute_ahead",
+        "; rows of the next batch that this one does not train are looked up and sent meanwhile, exact",
     ),
     _make_recsys_registry_entry(
         "semi_sync", "; the lookup before the previous batch has updated the tables: one batch stale"

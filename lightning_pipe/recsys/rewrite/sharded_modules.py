@@ -214,9 +214,12 @@ class ShardedModuleEntry:
     def stop_dividing(self, reason: str = "") -> None:
         """Look up batches at their turn from now on. All ranks agree on that. The default reason is too few bytes."""
         self._divided = []
+        ahead, whole = map(sum, zip(*self._sent, strict=True)) if self._sent else (0, 0)
         self.undivided_reason = reason or (
-            f"has sent less than {_LEAST_BYTES_AHEAD // 1024} KiB or {_LEAST_SHARE_AHEAD:.0%} of its rows ahead per"
-            f" batch on every rank in {_TRIED_BATCHES} batches"
+            f"has sent {ahead / len(self._sent) / 1024:.1f} KiB of rows ahead per batch to other ranks, which is"
+            f" {ahead / max(1, whole):.0%} of its rows, in {_TRIED_BATCHES} batches, less than"
+            f" {_LEAST_BYTES_AHEAD // 1024} KiB or {_LEAST_SHARE_AHEAD:.0%} on every rank: use larger batches for more"
+            " bytes, or the plan 'base'"
         )
 
     def resolve_arguments(self, batch: Any, results: PostprocessResults) -> Arguments:
@@ -352,7 +355,7 @@ def _find_undivided_reason(module: ShardedModule[Any, Any, Any, Any]) -> str:
     """Reason that is known before the first lookup. The same on every rank."""
     group = sharding_group(module)
     if group is None or group.size() == 1:
-        return "is on one rank, which sends nothing"
+        return "is on one rank, which sends nothing: use another plan, such as 'prefetch'"
     if not isinstance(module, (ShardedEmbeddingBagCollection, ShardedEmbeddingCollection)):
         return f"is a {type(module).__name__}, whose lookup depends on more than the rows"
     kernels = {kernel for kernel in compute_kernels(module).values() if kernel not in ("fused", "fused_uvm")}
@@ -360,7 +363,7 @@ def _find_undivided_reason(module: ShardedModule[Any, Any, Any, Any]) -> str:
         return f"has the compute kernels {', '.join(sorted(kernels))}"
     if not all(map(sends_by_all_to_all, output_dists_of(module))):
         types = ", ".join(sorted(get_module_sharding_types(module)))
-        return f"does not send all its outputs by an all-to-all of rows (sharded {types})"
+        return f"sends in other ways than by rows (sharded {types}): shard its tables table_wise or column_wise"
     if is_dynamic(module) and any(table.ttl is not None for table in module.dynamic_tables.values()):
         return "has tables with a ttl, which counts batches that are looked up"
     return ""
