@@ -38,7 +38,7 @@ fi
 
 has_nvidia_driver() { [ -e /proc/driver/nvidia/version ] || nvidia-smi -L >/dev/null 2>&1; }
 
-echo "setup: installing the packages of requirements/train.txt, then torch, in one to five minutes"
+echo "setup: installing the packages of requirements/train.txt, then torch (up to 5 GB)"
 hashed -r requirements/train.txt
 if has_nvidia_driver; then
     hashed -r requirements/torch.txt -r requirements/torchrec-gpu.txt

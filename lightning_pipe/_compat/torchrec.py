@@ -177,15 +177,24 @@ def sends_by_all_to_all(output_dist: Any) -> bool:
     return isinstance(output_dist, (TwPooledEmbeddingDist, TwSequenceEmbeddingDist, RwSequenceEmbeddingDist))
 
 
-def set_output_all_to_all_group(output_dist: Any, group: dist.ProcessGroup) -> None:
-    """Set the process group of an output dist that sends by an all-to-all. Others stay as they are."""
-    all_to_all = getattr(output_dist, "_dist", None)
-    if isinstance(output_dist, TwPooledEmbeddingDist):  # creates its all-to-all when it first sends
-        for sender in (output_dist, all_to_all, output_dist._variable_dist):
-            if sender is not None:
-                sender._pg = group
-    elif isinstance(all_to_all, SequenceEmbeddingsAllToAll):
-        all_to_all._pg = group
+def get_output_group(output_dist: Any) -> dist.ProcessGroup | None:
+    """Process group of an output dist that sends by an all-to-all; None for others."""
+    senders = _output_senders(output_dist)
+    return senders[0]._pg if senders else None
+
+
+def set_output_group(output_dist: Any, group: dist.ProcessGroup) -> None:
+    """Set the process group of an output dist that sends by an all-to-all."""
+    for sender in _output_senders(output_dist):
+        sender._pg = group
+
+
+def _output_senders(output_dist: Any) -> list[Any]:
+    """Objects that hold the group: the output dist, if it makes all-to-alls when it first sends, and those made."""
+    if not sends_by_all_to_all(output_dist):
+        return []
+    holders = (output_dist, output_dist._dist, getattr(output_dist, "_variable_dist", None))
+    return [holder for holder in holders if hasattr(holder, "_pg")]
 
 
 def get_output_group_and_codecs(all_to_all: Any) -> tuple[dist.ProcessGroup, QuantizedCommCodecs | None]:

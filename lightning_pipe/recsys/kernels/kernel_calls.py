@@ -55,7 +55,6 @@ class KernelCall:
     arguments: Mapping[str, Any]
     learning_rate: float
     count: int
-
     is_recounted: bool = False
 
     @property

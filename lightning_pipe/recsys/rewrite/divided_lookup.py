@@ -193,8 +193,7 @@ class DividedOutputDist:
             self.columns_by_rank = [sum(of_rank) for of_rank in columns]
             # Pooled embeddings are sent as rows of one width, so that each bag is a whole number of rows.
             self.row_width = math.gcd(*(dimension for of_rank in columns for dimension in of_rank))
-            own = columns[self.group.rank()]
-            rows = [dimension // self.row_width for dimension in own]
+            rows = [dimension // self.row_width for dimension in columns[self.group.rank()]]
             self._rows_per_bag = torch.tensor(rows, dtype=torch.int64, device=device)
 
     def divide(self, features: KeyedJaggedTensor, context: Any) -> RowDivision:

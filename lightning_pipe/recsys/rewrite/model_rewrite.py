@@ -99,8 +99,8 @@ class ModelRewrite:
         step: name of the model's method that trains a batch (default ``forward``); its first argument is the batch.
         input_group: process group of the input dists, not used for anything else while they are in flight (default
             None, the modules' group).
-        output_group: process group over the same ranks as the modules', for the all-to-alls of outputs and of their
-            gradients and not used for anything else (default None, the modules' group).
+        output_group: process group for the all-to-alls of outputs and of their gradients, not used for anything else
+            (default None, the modules' group). Modules on other ranks keep theirs.
         status_group: process group over all ranks that reports a batch that cannot be trained, and is not used for
             anything else. Needed if the input group is not over all ranks (default None, the input group).
         agree_group: process group over all ranks, for the resolution and the backward (default None, the input group).
@@ -435,8 +435,7 @@ class ModelRewrite:
         return DividedFeatures(divisions, DivisionExchange(all_divisions, group, flags))
 
     def _report_undivided_modules(self, names: Iterable[str]) -> None:
-        entries = [self._sharded[name] for name in names]
-        if not entries or self._has_reported_undivided:
+        if self._has_reported_undivided or not (entries := [self._sharded[name] for name in names]):
             return
         self._has_reported_undivided = True
         reasons = [f"{entry.name!r} {entry.undivided_reason}" for entry in entries if entry.undivided_reason]
@@ -505,9 +504,9 @@ class ModelRewrite:
         self._lookup_stream = current_stream(self._device)
         record_stream([features.distributed, inputs.contexts])
         embeddings = Embeddings(inputs)
-        discarded = {name: lookup for name, lookup in (ahead or {}).items() if self._sharded[name].undivided_reason}
-        self.discard_ahead(discarded)
-        ahead = {name: lookup for name, lookup in (ahead or {}).items() if name not in discarded}
+        ahead = dict(ahead or {})
+        undivided = [name for name in ahead if self._sharded[name].undivided_reason]
+        self.discard_ahead({name: ahead.pop(name) for name in undivided})
         self._send_late_rows(ahead)
         modules = {name: self._sharded[name].module for name in features.distributed}
         awaitables: dict[str, Any] = {}

@@ -25,11 +25,12 @@ from lightning_pipe._compat.torchrec import (
     get_input_dist_all_to_alls,
     get_module_sharding_types,
     get_output_all_to_all,
+    get_output_group,
     is_weighted,
     lookups_of,
     output_dists_of,
     sends_by_all_to_all,
-    set_output_all_to_all_group,
+    set_output_group,
     sharding_group,
     table_configs,
 )
@@ -106,6 +107,7 @@ class ShardedModuleEntry:
         self._divided: list[DividedOutputDist] = []
         # Bytes of rows sent ahead to other ranks, and of all rows sent to them, of the first divided batches.
         self._sent: list[tuple[int, int]] = []
+        self._output_groups: list[tuple[Any, dist.ProcessGroup]] = []  # the original ones, while they are replaced
         self._caches = find_uvm_caching_kernels([module])
         self._fusable: list[FusableAllToAll] = []
         self._changes_features = isinstance(module, ShardedFeatureProcessedEmbeddingBagCollection)
@@ -316,7 +318,7 @@ class ShardedModuleEntry:
 
         Args:
             forward: replacement of the forward.
-            output_group: process group for the all-to-alls of outputs; None for the module's own.
+            output_group: process group for the all-to-alls of outputs over the same ranks; None for the module's own.
         """
         if "forward" in self.module.__dict__:
             raise SetupError(
@@ -324,18 +326,24 @@ class ShardedModuleEntry:
                 " or detach() on its pipeline."
             )
         self.module.forward = forward
-        self._set_output_group(output_group)
+        if output_group is not None:
+            self._replace_output_groups(output_group)
         self._install_fusable_all_to_alls()
 
     def restore(self) -> None:
         self.module.__dict__.pop("forward", None)
-        self._set_output_group(self.process_group)
+        for output_dist, group in self._output_groups:
+            set_output_group(output_dist, group)
+        self._output_groups.clear()
         self._restore_all_to_alls()
 
-    def _set_output_group(self, group: dist.ProcessGroup | None) -> None:
-        if group is not None:
-            for output_dist in output_dists_of(self.module):
-                set_output_all_to_all_group(output_dist, group)
+    def _replace_output_groups(self, group: dist.ProcessGroup) -> None:
+        ranks = dist.get_process_group_ranks(group)
+        for output_dist in output_dists_of(self.module):
+            original = get_output_group(output_dist)
+            if original is not None and dist.get_process_group_ranks(original) == ranks:
+                self._output_groups.append((output_dist, original))
+                set_output_group(output_dist, group)
 
     def _install_fusable_all_to_alls(self) -> None:
         for fusable in self._fusable:
