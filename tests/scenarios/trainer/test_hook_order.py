@@ -244,7 +244,7 @@ TABLE_RUNS: dict[str, tuple[Callable[[], Any], dict[str, Any], dict[str, Any]]] 
     ),
 }
 # How many batches a plan has in flight behind the one that trains.
-AHEAD = {"serial": 0, "base": 2, "prefetch": 2, "fused_sparse_dist": 2, "threaded_input": 1}
+AHEAD = {"serial": 0, "base": 2, "prefetch": 2, "fused_sparse_dist": 2, "compute_ahead": 2, "threaded_input": 1}
 
 
 @pytest.mark.parametrize("run", sampled(TABLE_RUNS, lambda run: run == next(iter(TABLE_RUNS))))
