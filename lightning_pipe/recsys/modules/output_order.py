@@ -165,14 +165,26 @@ class OrderedEmbeddingCollection(_OrderedOutputMixin, ShardedEmbeddingCollection
         self._configs = module.embedding_configs()
 
     def prepare_features(self, ctx: EmbeddingCollectionContext, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """Return features to distribute."""
-        return _conform_to_first_batch(self, self._configs, features, False)
+        """Return features to distribute: for a batch without samples, those of a sample without ids."""
+        features = _conform_to_first_batch(self, self._configs, features, False)
+        ctx.has_samples = features.variable_stride_per_key() or features.stride() > 0  # type: ignore[attr-defined]
+        return features if ctx.has_samples else FeatureForm.from_features(features).empty(features.device())  # type: ignore[attr-defined]
 
     def _add_output_callbacks(
-        self, _: Any, awaitable: LazyAwaitable[dict[str, JaggedTensor]]
+        self, ctx: EmbeddingCollectionContext, awaitable: LazyAwaitable[dict[str, JaggedTensor]]
     ) -> LazyAwaitable[dict[str, JaggedTensor]]:
+        if not ctx.has_samples:  # type: ignore[attr-defined]
+            awaitable.callbacks.append(_drop_sample)
         awaitable.callbacks.append(lambda output: {name: output[name] for name in _list_embedding_names(self._configs)})
         return awaitable
+
+
+def _drop_sample(output: dict[str, JaggedTensor]) -> dict[str, JaggedTensor]:
+    """Return the output for a batch without samples: sequences without ids, of no sample."""
+    return {
+        name: JaggedTensor(sequences.values(), lengths=sequences.lengths()[:0], weights=sequences.weights_or_none())
+        for name, sequences in output.items()
+    }
 
 
 class OrderedSharder:

@@ -152,7 +152,7 @@ class ShardedModuleEntry:
             if checked is not None:
                 checked[id(features)] = features
         refuse_trainable_feature_weights(self.name, features)
-        if isinstance(self.module, ShardedEmbeddingCollection):
+        if type(self.module) is ShardedEmbeddingCollection:
             check_has_samples(self.name, features)
         elif isinstance(self.module, ShardedEmbeddingBagCollection) and is_weighted(self.module):
             refuse_missing_feature_weights(self.name, features)
