@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.autograd import _unsafe_preserve_version_counter as version_counters_preserved
 from torch.autograd import profiler
-from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
 from torch.distributed._shard.sharding_spec import EnumerableShardingSpec
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint._traverse import set_element
@@ -62,6 +62,7 @@ __all__ = [
     "TreeSpec",
     "allow_dynamic_sizes_below_two",
     "allow_empty_optimizers",
+    "copy_sharded_tensor",
     "device_from_to_args",
     "dispatch_mode_stack",
     "flatten_state_dict",
@@ -270,6 +271,17 @@ def compile_and_package(program: Any, file: str | Path) -> None:
     """Compile an exported program ahead of time to a package. From a name, PyTorch would expect the suffix .pt2."""
     with allow_dynamic_sizes_below_two(), Path(file).open("wb") as package:
         torch._inductor.aoti_compile_and_package(program, package_path=package)
+
+
+def copy_sharded_tensor(tensor: ShardedTensor, values: Sequence[torch.Tensor]) -> ShardedTensor:
+    """Return a tensor that is sharded in the same way, with other values of this rank's shards."""
+    shards = [
+        Shard(value.to(shard.tensor.device), shard.metadata)
+        for value, shard in zip(values, tensor.local_shards(), strict=True)
+    ]
+    return ShardedTensor._init_from_local_shards_and_global_metadata(
+        shards, tensor.metadata(), process_group=tensor._process_group
+    )
 
 
 def get_optimizers_in_backward(parameter: torch.Tensor) -> list[tuple[Any, dict[str, Any]]]:

@@ -50,7 +50,7 @@ def check_training_options(
             "training_step takes the dataloader_iter, but a recsys plan fetches batches itself. Define"
             " training_step(self, batch, batch_idx), or use strategy='pipeline', which then runs Lightning's loop"
         )
-    check_callbacks(trainer)
+    check_callbacks(trainer, averages_weights=True)
     if trainer.gradient_clip_val and trainer.gradient_clip_algorithm == "value":
         raise SetupError(CLIP_BY_VALUE_ERROR)
     accumulated = max_accumulate_grad_batches(trainer) if in_every_batch else 1
@@ -78,14 +78,17 @@ def check_fp16_comms(trainer: pl.Trainer, plugin: Precision, backward: str) -> N
         )
 
 
-def check_callbacks(trainer: pl.Trainer) -> None:
+def check_callbacks(trainer: pl.Trainer, averages_weights: bool = False) -> None:
     """Refuse callbacks that average or prune the weights of the whole module, which is in parts also on one rank."""
+    refused = (StochasticWeightAveraging, ModelPruning, *(() if averages_weights else (WeightAveraging,)))
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, (WeightAveraging, StochasticWeightAveraging, ModelPruning)):
+        if isinstance(callback, refused):
+            instead = "use WeightAveraging or EMAWeightAveraging, " if averages_weights else ""
             raise SetupError(
                 f"callback {type(callback).__name__} works on the weights of the whole module, but this strategy keeps"
                 f" them in parts, one for each rank ({trainer.world_size} here), which cannot be copied as a module."
-                " Remove the callback, or use strategy='pipeline', where each rank holds all weights in plain modules"
+                f" Remove the callback, {instead}or use strategy='pipeline', where each rank holds all weights in plain"
+                " modules"
             )
 
 

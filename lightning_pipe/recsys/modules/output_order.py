@@ -167,13 +167,13 @@ class OrderedEmbeddingCollection(_OrderedOutputMixin, ShardedEmbeddingCollection
     def prepare_features(self, ctx: EmbeddingCollectionContext, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
         """Return features to distribute: for a batch without samples, those of a sample without ids."""
         features = _conform_to_first_batch(self, self._configs, features, False)
-        ctx.has_samples = features.variable_stride_per_key() or features.stride() > 0  # type: ignore[attr-defined]
-        return features if ctx.has_samples else FeatureForm.from_features(features).empty(features.device())  # type: ignore[attr-defined]
+        ctx.has_samples = features.variable_stride_per_key() or features.stride() > 0
+        return features if ctx.has_samples else FeatureForm.from_features(features).empty(features.device())
 
     def _add_output_callbacks(
         self, ctx: EmbeddingCollectionContext, awaitable: LazyAwaitable[dict[str, JaggedTensor]]
     ) -> LazyAwaitable[dict[str, JaggedTensor]]:
-        if not ctx.has_samples:  # type: ignore[attr-defined]
+        if not ctx.has_samples:
             awaitable.callbacks.append(_drop_sample)
         awaitable.callbacks.append(lambda output: {name: output[name] for name in _list_embedding_names(self._configs)})
         return awaitable

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -120,9 +120,16 @@ class ShardedModel:
         Each rank computes its buffers from its own samples. ``DistributedDataParallel`` copies rank 0's before every
         forward. They are only read in evaluation and checkpoints, so a copy before these is sufficient.
         """
+        self.broadcast(self.dense_buffers().values())
+
+    def broadcast(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Overwrite tensors on all ranks with those of rank 0. Every rank calls it."""
+        broadcast_from_first_rank(tensors, self._group)
+
+    def dense_buffers(self) -> dict[str, torch.Tensor]:
+        """Return all buffers except those of embedding modules, by their names in the module."""
         inside = tuple(f"{name}." if name else "" for name in self.sharded_modules)
-        buffers = (buffer for name, buffer in self.module.named_buffers() if not name.startswith(inside))
-        broadcast_from_first_rank(buffers, self._group)
+        return {name: buffer for name, buffer in self.module.named_buffers() if not name.startswith(inside)}
 
     def table_parameters(self) -> TableParameterRegistry:
         """Return the parameters of the sharded tables, and those that held the tables before sharding."""

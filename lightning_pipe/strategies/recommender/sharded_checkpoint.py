@@ -39,6 +39,7 @@ from lightning_pipe.strategies.recommender.id_map_checkpoint import (
     match_id_map_names,
 )
 from lightning_pipe.strategies.recommender.warm_start import CheckpointMatch, WarmStartOptions, match_checkpoint
+from lightning_pipe.strategies.recommender.weight_averaging import AVERAGING, TRAINED, ShardedWeightAverages
 
 # Key of Lightning's dictionary for the class of each table's optimizer.
 TABLE_OPTIMIZERS = "table_optimizers"
@@ -54,8 +55,10 @@ def save_sharded_checkpoint(
 ) -> None:
     """Write Lightning's checkpoint of a sharded model to a folder. Every rank calls this function."""
     sharded.sync_replicas()  # in place, so the tensors in the dictionary are averaged too
-    rest = {key: value for key, value in checkpoint.items() if key != "state_dict"}
+    rest = {key: value for key, value in checkpoint.items() if key not in ("state_dict", TRAINED)}
     state = {"model": sharded.drop_dynamic_entries(checkpoint["state_dict"])}
+    if TRAINED in checkpoint:
+        state[TRAINED] = checkpoint[TRAINED]
     if "optimizer_states" in checkpoint:
         state |= _get_table_optimizer_states(sharded)
         rest[TABLE_OPTIMIZERS] = {name: table.resolved_optimizer.name for name, table in sharded.tables.items()}
@@ -74,8 +77,12 @@ def load_sharded_checkpoint(
     with_optimizers: bool,
     strict: bool = True,
     weights_only: bool | None = None,
+    averages: ShardedWeightAverages | None = None,
 ) -> dict[str, Any]:
-    """Load a model and the states of its tables' optimizers from a folder. Every rank calls this function."""
+    """Load a model and the states of its tables' optimizers from a folder. Every rank calls this function.
+
+    With *averages*, the checkpoint's averaged weights are loaded there, and its trained weights into the model.
+    """
     folder, saved, rest = _read_metadata_on_all_ranks(path, weights_only)
     rest.pop(TABLE_OPTIMIZERS, None)
     state: dict[str, Any] = {"model": _get_model_state_dict(sharded)}
@@ -91,10 +98,20 @@ def load_sharded_checkpoint(
     maps.remove_resharded_maps(state["model"])
     load_in_place(folder, saved, state, strict=strict, weights_only=weights_only, fix=_FIX)
     _load_model_and_table_optimizer_states(sharded, state["model"], state.get("tables", {}).get("state", {}))
+    if averages is not None:
+        averages.load(lambda: _load_trained_values(folder, saved, sharded, weights_only), rest.get(AVERAGING))
     maps.fill(with_histories=with_optimizers)
     # States are read for evaluations too: the rows are committed, and training may continue from the store.
     _load_dynamic_rows(folder, rest.pop(DYNAMIC_ROWS, None), sharded, with_optimizers="optimizer_states" in rest)
     return {**rest, "state_dict": {}}
+
+
+def _load_trained_values(folder: Folder, saved: Any, sharded: ShardedModel, weights_only: bool | None) -> None:
+    """Load the weights that training continues with, where these differ from the part ``model``."""
+    names = {path[1] for path in saved.planner_data.values() if path[0] == TRAINED}
+    state = {TRAINED: {name: value for name, value in _get_model_state_dict(sharded).items() if name in names}}
+    load_in_place(folder, saved, state, strict=True, weights_only=weights_only, fix=_FIX)
+    _load_model_and_table_optimizer_states(sharded, state[TRAINED], {})
 
 
 def start_from_checkpoint(options: WarmStartOptions, sharded: ShardedModel, weights_only: bool | None = None) -> None:

@@ -65,6 +65,7 @@ from lightning_pipe.strategies.recommender.sharded_checkpoint import (
 )
 from lightning_pipe.strategies.recommender.table_gradients import TablePrecisionPluginAdapter
 from lightning_pipe.strategies.recommender.warm_start import WarmStartOptions
+from lightning_pipe.strategies.recommender.weight_averaging import ShardedWeightAverages, prepare_averaging
 from lightning_pipe.strategies.setup_checks import (
     check_fp16_comms,
     check_precision,
@@ -135,6 +136,9 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
             every micro-batch, before the norm of all gradients is known, so gradients cannot be clipped, nor the loss
             scaled. ``"window"`` steps once with the gradients of all, as for one batch of N times the size. It keeps
             the ids and the gradients of the outputs of N micro-batches, and looks up their rows again.
+        average_tables: True to average the tables as well under Lightning's ``WeightAveraging`` and
+            ``EMAWeightAveraging`` (default False: the dense part only). Each rank averages its shards, which takes the
+            memory of the shards once more, and each update of the averages reads and writes all their rows.
         extra_tasks: additional training tasks, each by the name of the task that it follows in serial order (default
             none). *plan* must schedule them. An evaluation does not run them.
         transfer_on_worker: True to call the user's ``transfer_batch_to_device`` and ``on_after_batch_transfer`` in the
@@ -173,6 +177,7 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
         uneven_batches: UnevenPolicy = "shortest",
         uneven_evaluation: UnevenEvaluation = "join",
         accumulate_tables: Literal["micro_batch", "window"] = "micro_batch",
+        average_tables: bool = False,
         extra_tasks: Mapping[str, RecsysTask] | None = None,
         transfer_on_worker: bool = False,
         init_from: str | Path | WarmStartOptions | Mapping[str, Any] | None = None,
@@ -202,7 +207,8 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
         self._sparse_lr_scheduler = sparse_lr_scheduler
         check_choice("accumulate_tables", accumulate_tables, ("micro_batch", "window"))
         self._in_every_batch = accumulate_tables == "micro_batch"
-        check_booleans(transfer_on_worker=transfer_on_worker)
+        check_booleans(transfer_on_worker=transfer_on_worker, average_tables=average_tables)
+        self._average_tables = average_tables
         self.transfer_on_worker = transfer_on_worker
         self._init_from = WarmStartOptions.from_config(init_from)
         self.plan_choice: PlanChoice | None = None
@@ -213,6 +219,7 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
         self._rates: TableLearningRates | None = None
         self._gradients: TablePrecisionPluginAdapter | None = None
         self._evaluation: RecsysEvaluation | None = None
+        self._averages: ShardedWeightAverages | None = None
         self._users_transfer = TransferThreadPolicy(transfer_on_worker)
 
     # ------------------------------------------------------------------ current pipeline, traces and profiles
@@ -283,6 +290,12 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
 
     # ------------------------------------------------------------------ set-up
 
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        assert self.lightning_module is not None
+        if self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
+            self._averages = prepare_averaging(self.lightning_module.trainer, self._average_tables)
+
     def setup(self, trainer: pl.Trainer) -> None:
         module = self.lightning_module
         assert self.accelerator is not None and module is not None
@@ -323,6 +336,8 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
             if clips_gradients(trainer):
                 refuse_clipping(self._sharded.replicas)
             self._session.create_dense_gradient_reducer(self._rates.apply)
+            if self._averages is not None:
+                self._averages.start(self._sharded, self.root_device)
         self.setup_precision_plugin()
         if fitting:
             optimizers_to_device(self.optimizers, self.root_device)
@@ -572,6 +587,8 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
         if self._rates is not None and self._rates.schedule is not None:
             checkpoint["sparse_lr_scheduler"] = self._rates.schedule.state_dict()
         self.sharded_model.broadcast_buffers()  # in place, so the buffers in the state dict are updated too
+        if self._averages is not None:
+            self._averages.add_to_checkpoint(checkpoint)
         save_sharded_checkpoint(checkpoint, path, self.sharded_model, self._write_folder)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
@@ -585,6 +602,7 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
             with_optimizers=fitting,
             strict=module.strict_loading,
             weights_only=self._resolve_weights_only(weights_only),
+            averages=self._averages if fitting else None,
         )
         schedule = None if self._rates is None else self._rates.schedule
         if fitting and schedule is not None and "sparse_lr_scheduler" in checkpoint:

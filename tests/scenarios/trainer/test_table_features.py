@@ -195,12 +195,8 @@ REFUSED: dict[str, tuple[Feature, type[Exception], str]] = {
     "weights averaged": (
         Feature(Net, callbacks=(plain.averaging,)),
         SetupError,
-        "StochasticWeightAveraging works on the weights of the whole module",
-    ),
-    "a moving average of weights": (
-        Feature(Net, callbacks=(lambda: plain.EMAWeightAveraging(),)),
-        SetupError,
-        r"EMAWeightAveraging works on the weights of the whole module, but .* in parts, one for each rank \(1 here\)",
+        r"StochasticWeightAveraging works on the weights of the whole module, but .* in parts, one for each rank"
+        r" \(1 here\).* use WeightAveraging or EMAWeightAveraging",
     ),
     "pruning": (
         Feature(Net, callbacks=(lambda: ModelPruning("l1_unstructured", amount=0.5),)),
