@@ -87,10 +87,16 @@ class Keeping(ModelCheckpoint):
 def resumed(rank: int, world_size: int, path: Path, sparse: Any) -> dict[str, Any]:
     """Two epochs at once; one and one, in the same store and in a new one; from a checkpoint of mid-epoch."""
     data = lambda: loader(24 * world_size, in_order=True)  # noqa: E731  # of each run its own
-    options: dict[str, Any] = {"use_distributed_sampler": False, "enable_checkpointing": True}
+    options: dict[str, Any] = {"use_distributed_sampler": False, "enable_checkpointing": True, "module": {"ttl": 2}}
     whole = run(path / "whole", "prefetch", sparse, train=data(), **options, callbacks=[Keeping(path / "none", 100)])
     first = run(
-        path / "first", "base", sparse, train=data(), **options, max_epochs=1, callbacks=[Keeping(path / "kept", 4)]
+        path / "first",
+        "fused_sparse_dist",  # a checkpoint is written while the next batch is looked up already
+        sparse,
+        train=data(),
+        **options,
+        max_epochs=1,
+        callbacks=[Keeping(path / "kept", 4)],
     )
     results = {"whole": whole}
     places = {"a new store": path / "second", "the same store, later than the checkpoint": path / "first"}

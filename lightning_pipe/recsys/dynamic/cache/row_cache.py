@@ -159,6 +159,12 @@ class RowCache:
         batch.ended = True
         self._open.pop(batch, None)
 
+    def begun_steps(self) -> list[int]:
+        """Numbers of the batches that have begun and are not trained yet, in ascending order."""
+        with self._lock:
+            self._end_dropped_batches()
+            return [begun.step for _, begun in self._list_begun_batches()]
+
     def _list_begun_batches(self) -> list[tuple[OpenBatch, BatchStart]]:
         """Batches that have begun, in the order of their steps. Requires the lock."""
         begun = [(batch, batch.begun) for batch in self._open if batch.begun is not None]

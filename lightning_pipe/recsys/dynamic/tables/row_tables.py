@@ -293,9 +293,13 @@ class RowTables:
             write_rows(folder, table, self.group.rank(), self._ranks, self.rows(table, since))
 
     def get_training_progress(self) -> dict[str, str]:
-        """Progress of training, stored together with written rows: step, seed and optimizer steps, as texts."""
+        """Progress of training, stored together with written rows: step, seed and optimizer steps, as texts.
+
+        As for the rows, batches that are looked up but not trained have not begun.
+        """
         steps = ",".join(str(optimizer.steps) for optimizer in self._row_optimizers)
-        return {"step": str(self.step), "seed": str(self._seed), "optimizer_steps": steps}
+        step = min((begun - 1 for cache in self.caches.values() for begun in cache.begun_steps()), default=self.step)
+        return {"step": str(step), "seed": str(self._seed), "optimizer_steps": steps}
 
     def replace_rows_from_files(
         self, folder: Path, progress: Mapping[str, str], *, version: str | None, with_states: bool
