@@ -2,8 +2,9 @@
 
 A schedule runs a fixed number of micro-batches of one shape. A batch that does not fill them is padded at the end with
 rows that do not train and are dropped from the outputs. Only tensors with one row per sample can be cut, in dimension 0
-or in a given one. The document boundaries of a packed batch, or a mask for all rows, are refused unless they are to be
-the same for all micro-batches: cut by rows they would be wrong, but would still run.
+or in a given one. The document boundaries of packed rows are cut into those of each row, for micro-batches of one row.
+Other values, such as a mask for all rows, are refused unless they are to be the same for all micro-batches: cut by rows
+they would be wrong, but would still run.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from lightning_pipe._compat.torch import tree_flatten, tree_unflatten
 from lightning_pipe.engine.common.errors import InputError
 from lightning_pipe.llm.batches.padding import PadValues
 
-# These describe a whole packed row, so they cannot be cut by rows, whatever their size.
-_OF_ONE_PACKED_ROW = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+# Document boundaries of packed rows, and the lengths of the longest documents.
+_BOUNDARIES = {"cu_seq_lens_q": "max_length_q", "cu_seq_lens_k": "max_length_k"}
 
 
 @dataclass(frozen=True)
@@ -116,8 +117,10 @@ def _split_rows_into_microbatches(
     rows = _count_rows(batch, keys)
     if num_microbatches == 1:
         return MicroBatches([dict(batch)], rows, 0)
-    _check_batch_can_be_split(batch, rows, num_microbatches, keys)
     size = -(-rows // num_microbatches)
+    boundaries = _split_boundaries(batch, rows, size, keys)
+    batch = {key: value for key, value in batch.items() if not any(key in of_row for of_row in boundaries)}
+    _check_batch_can_be_split(batch, rows, num_microbatches, keys)
     missing = size * num_microbatches - rows
     if missing and strict:
         raise InputError(
@@ -133,7 +136,54 @@ def _split_rows_into_microbatches(
             padded[key] = torch.cat([value, *[added] * missing], dim)
     starts = range(0, rows + missing, size)
     items = [slice_batch_rows(padded, start, size, rows + missing, keys) for start in starts]
+    if boundaries:
+        items = [item | boundaries[min(row, rows - 1)] for row, item in enumerate(items)]
     return MicroBatches(items, rows, missing)
+
+
+def _split_boundaries(batch: Mapping[str, Any], rows: int, size: int, keys: PadValues) -> list[dict[str, Any]]:
+    """Document boundaries of each packed row, with the length of its longest document; empty without boundaries.
+
+    A batch has them as a list with the boundaries in each row, or as one tensor with those in all rows, one behind the
+    other, where each row begins with a document.
+    """
+    by_row: list[dict[str, Any]] = [{} for _ in range(rows)]
+    _, length = keys.get_microbatch_rows_and_length(batch)
+    for key, longest in _BOUNDARIES.items():
+        name = key if key in batch else longest
+        if name not in batch or keys.chunk_dims.get(name, 0) is None:
+            continue
+        parts = _list_boundaries_by_row(batch.get(key), rows, length)
+        if size > 1 or len(parts) != rows:
+            raise InputError(
+                f"the batch holds {name!r}, {_describe_value(batch[name])}, for {rows} packed rows of {length} tokens"
+                f" in micro-batches of {size}; expected micro-batches of one row, and a list of {rows} tensors, the"
+                f" boundaries of the documents in each row, or one tensor from 0 to {rows * length} with the boundaries"
+                f" in all rows, among them each multiple of {length}. Set num_microbatches to the number of rows, or"
+                f" pass a list of micro-batches, each one packed row with its own {key!r}"
+            )
+        for boundaries, part in zip(by_row, parts, strict=True):
+            boundaries[key] = part
+            if longest in batch:
+                boundaries[longest] = int(part.diff().max())
+    return by_row if any(by_row) else []
+
+
+def _list_boundaries_by_row(boundaries: Any, rows: int, length: int) -> list[Tensor]:
+    """Boundaries of the documents in each row, of those rows that have them."""
+    if isinstance(boundaries, Tensor):
+        if boundaries.ndim != 1:
+            return []
+        # The boundary between two rows is the end of one and the begin of the other.
+        parts = [
+            boundaries[(boundaries >= begin) & (boundaries <= begin + length)] - begin
+            for begin in range(0, rows * length, length or 1)
+        ]
+        whole = [part for part in parts if part.numel() > 1 and part[0] == 0]
+        return whole if len(whole) == rows and all(part[-1] == length for part in whole[:-1]) else []
+    if not isinstance(boundaries, (list, tuple)):
+        return []
+    return [part for part in boundaries if isinstance(part, Tensor) and part.ndim == 1 and part.numel() > 1]
 
 
 def _count_rows(batch: Mapping[str, Any], keys: PadValues) -> int:
@@ -150,9 +200,7 @@ def _check_batch_can_be_split(batch: Mapping[str, Any], rows: int, num_microbatc
         if keys.chunk_dims.get(key, 0) is None:
             continue
         fix = f"Set its entry of batching.chunk_dims to None to give all of {key!r} to each micro-batch"
-        if key in _OF_ONE_PACKED_ROW:
-            description, fix = "which describes a packed row", ""
-        elif isinstance(value, Tensor):
+        if isinstance(value, Tensor):
             if dim is not None and value.shape[dim] == rows:
                 continue
             description = f"a tensor of shape {tuple(value.shape)}"
@@ -167,8 +215,7 @@ def _check_batch_can_be_split(batch: Mapping[str, Any], rows: int, num_microbatc
         raise InputError(
             f"the batch holds {key!r}, {description}, and cannot be cut into num_microbatches={num_microbatches};"
             f" expected tensors whose dimension {keys.chunk_dims.get(key, 0)} is the batch's {rows} rows."
-            f" {f'{fix}; or pass' if fix else 'Pass'} a list of {num_microbatches} micro-batches instead, each"
-            f" {'one packed row ' if not fix else ''}with its own {key!r}"
+            f" {fix}; or pass a list of {num_microbatches} micro-batches instead, each with its own {key!r}"
         )
 
 

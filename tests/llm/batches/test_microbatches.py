@@ -80,10 +80,6 @@ def test_strict_batches_must_fill_their_micro_batches(rows: int) -> None:
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("cu_seq_lens_q", torch.tensor([0, 1, 2, 3])),
-        ("cu_seq_lens_k", torch.tensor([0, 3])),
-        ("max_length_q", 3),
-        ("max_length_k", torch.tensor(3)),
         ("scale", torch.tensor(1.0)),
         ("mask", torch.ones(1, 1, 3, 3)),
         ("masks", {"full": torch.ones(4, 3)}),
@@ -121,17 +117,42 @@ def test_a_dimension_that_does_not_have_the_rows_is_refused() -> None:
             split_batch(batch_of(4) | {"bias": torch.zeros(4, 3)}, 2, PadValues(chunk_dims=dims))
 
 
+ENDS = [torch.tensor([0, 2, 5, 8]), torch.tensor([0, 8]), torch.tensor([0, 0, 3, 7])]
+
+
 @pytest.mark.parametrize(
-    ("key", "value"),
-    [("cu_seq_lens_q", torch.tensor([0, 1, 2, 3])), ("max_length_k", 3)],
+    "boundaries",
+    [ENDS, tuple(ENDS), torch.tensor([0, 2, 5, 8, 16, 16, 19, 23]), torch.tensor([0, 2, 5, 8, 16, 19, 23]).int()],
+    ids=["a list", "a tuple", "together", "together, without the empty document"],
 )
-def test_a_description_of_a_packed_row_is_refused_with_a_list_as_the_only_fix(key: str, value: Any) -> None:
-    batch = {"input_ids": torch.ones(4, 3), key: value}
+def test_document_boundaries_are_cut_into_those_of_each_packed_row(boundaries: Any) -> None:
+    batch = {"input_ids": torch.arange(24).view(3, 8), "cu_seq_lens_q": boundaries, "max_length_q": torch.tensor(8)}
+    found = split_batch(batch, 4)
+    assert found.padded_rows == 1
+    assert [item["max_length_q"] for item in found.items] == [3, 8, 4, 4]
+    for row, item in enumerate(found.items):
+        assert item["input_ids"].shape == (1, 8)
+        assert item["cu_seq_lens_q"].unique().tolist() == ENDS[min(row, 2)].unique().tolist()
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "num_microbatches"),
+    [
+        ("cu_seq_lens_q", ENDS, 2),  # micro-batches of two rows
+        ("cu_seq_lens_q", ENDS[:2], 3),
+        ("cu_seq_lens_k", ENDS[0], 3),  # of the first row only
+        ("cu_seq_lens_k", torch.tensor([0, 2, 5, 8, 19, 23]), 3),  # a document in two rows
+        ("cu_seq_lens_q", torch.tensor([2, 5, 8, 16, 24]), 3),
+        ("cu_seq_lens_q", torch.stack([ENDS[0], ENDS[0], ENDS[0]]), 3),
+        ("max_length_q", 3, 3),
+    ],
+)
+def test_boundaries_that_are_not_those_of_rows_are_refused(key: str, value: Any, num_microbatches: int) -> None:
+    batch = {"input_ids": torch.ones(3, 8), key: value}
+    message = rf"'{key}'.*for 3 packed rows of 8 tokens.*a list of 3 tensors.*one tensor from 0 to 24"
     for dims in ({}, {key: 0}):
-        with pytest.raises(
-            InputError, match=r"rows\. Pass a list of 4 micro-batches instead, each one packed row with"
-        ):
-            split_batch(batch, 4, PadValues(chunk_dims=dims))
+        with pytest.raises(InputError, match=message):
+            split_batch(batch, num_microbatches, PadValues(chunk_dims=dims))
     rows = [{"input_ids": torch.ones(1, 3), key: value} for _ in range(4)]
     assert all(item[key] is value for item in split_batch(rows, 4).items)
 

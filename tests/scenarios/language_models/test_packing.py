@@ -67,22 +67,48 @@ def plain_losses(model: str, method: str) -> list[float]:
     return losses
 
 
-def trained(rank: int, world: int, model: str, method: str, schedule: str) -> list[float]:
+def with_boundaries(batch: dict[str, Tensor], together: bool) -> dict[str, Any]:
+    """A batch with the boundaries of the documents in each row, or in all rows together."""
+    rows = split_packed_batch_by_row(batch)
+    ends: Any = [row["cu_seq_lens_q"] for row in rows]
+    if together:
+        starts = [ends_of_row[:-1] + number * MAX_LENGTH for number, ends_of_row in enumerate(ends)]
+        ends = torch.cat([*starts, torch.tensor([ROWS * MAX_LENGTH], dtype=torch.int32)])
+    longest = max(row["max_length_q"] for row in rows)
+    boundaries = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
+    return batch | boundaries
+
+
+# How a loader tells where documents begin.
+FORMS = {
+    "positions": lambda batch: batch,
+    "a list of rows": split_packed_batch_by_row,
+    "boundaries by row": lambda batch: with_boundaries(batch, together=False),
+    "boundaries together": lambda batch: with_boundaries(batch, together=True),
+}
+
+
+def trained(rank: int, world: int, model: str, method: str, schedule: str, form: str) -> list[float]:
     module = module_of(model)
-    # Documents by positions, in batches that are cut by rows; or by boundaries, in a list of micro-batches.
-    data = [split_packed_batch_by_row(one) for one in batches(method)] if model == "own" else batches(method)
-    fit(module, llm(schedule, ROWS if model == "own" else 2), data)
+    data = [FORMS[form](batch) for batch in batches(method)]
+    fit(module, llm(schedule, 2 if form == "positions" else ROWS), data)
     losses: list[float] = module.losses
     return losses
 
 
 @pytest.mark.parametrize(
-    ("model", "method", "schedule"),
-    [("own", "best_fit", "zbv_zero_bubble"), ("llama", "sequential", "zbv_zero_bubble"), ("qwen3", "best_fit", "1f1b")],
+    ("model", "method", "schedule", "form"),
+    [
+        ("own", "best_fit", "zbv_zero_bubble", "a list of rows"),
+        ("own", "best_fit", "1f1b", "boundaries by row"),
+        ("llama", "sequential", "zbv_zero_bubble", "positions"),
+        ("qwen3", "best_fit", "1f1b", "positions"),
+        ("qwen3", "sequential", "gpipe", "boundaries together"),
+    ],
 )
-def test_packed_documents_train_as_single_ones(model: str, method: str, schedule: str) -> None:
+def test_packed_documents_train_as_single_ones(model: str, method: str, schedule: str, form: str) -> None:
     expected = plain_losses(model, method)
-    for losses in run_ranks(trained, 2, model, method, schedule):
+    for losses in run_ranks(trained, 2, model, method, schedule, form):
         assert losses == pytest.approx(expected, abs=WITHIN)
 
 
