@@ -263,7 +263,7 @@ def _forward_with_routing_replay(
         return forward(*args, **kwargs)
     if getattr(layer, "gradient_checkpointing", False) and layer.training and not isinstance(replay, LayerRouting):
         raise InputError(
-            f"the batch has {ROUTED_EXPERTS!r}, and gradient_checkpointing_enable() was called on the model, which"
+            f"the batch has {ROUTED_EXPERTS!r}, and activation_checkpointing_enable() was called on the model, which"
             " recomputes layers without these choices. Use the strategy's activation_checkpoint instead, or leave"
             f" {ROUTED_EXPERTS!r} out of the batch"
         )

@@ -365,6 +365,6 @@ def test_a_model_without_a_way_to_replay_refuses_choices() -> None:
     module = Noting(config_of("qwen3_moe") | {"num_hidden_layers": LAYERS}, attention="sdpa")
     module.configure_model()
     model: Any = module.model
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
+    model.activation_checkpointing_enable({"use_reentrant": True})
     with pytest.raises(InputError, match="which recomputes layers without these choices"):
         fit(module, "auto", steps)

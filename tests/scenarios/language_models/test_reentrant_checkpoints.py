@@ -57,7 +57,7 @@ class OfLayers(StageHooks):
 class HuggingFace(StageHooks):
     def build_model(self) -> nn.Module:
         model: Any = TinyHF(hf_config("llama")).build_model()
-        model.gradient_checkpointing_enable({"use_reentrant": True})
+        model.activation_checkpointing_enable({"use_reentrant": True})
         return nn.Module.train(model)
 
 
