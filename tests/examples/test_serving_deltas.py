@@ -162,33 +162,38 @@ def test_a_folder_that_is_still_copied_is_applied_when_it_is_complete(served: Se
     assert served.health == (3, "")
 
 
-@pytest.mark.parametrize("wrong", ["model", "shape"])
-def test_a_delta_of_another_model_changes_nothing(wrong: str, served: Served, tmp_path: Path) -> None:
-    modules = [trained(step) for step in (1, 2)] if wrong == "shape" else [Clicks(Dlrm), Clicks(Dlrm)]
-    if wrong == "shape":
-        for module in modules:
-            bags: Any = module.network.bags.embedding_bags
-            bags["people"].weight = nn.Parameter(torch.ones(30, 8))
-    places = [save(tmp_path, module, step) for step, module in enumerate(modules, 1)]
+def with_thirty_people(step: int) -> Clicks:
+    """The model with a table of another size."""
+    module = trained(step)
+    network: Any = module.network
+    network.bags.embedding_bags["people"].weight = nn.Parameter(torch.full((30, 8), float(step)))
+    return module
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (lambda step: Clicks(Dlrm), "expected the values of the program, got others, such as 'network."),
+        (with_thirty_people, "people.weight: expected a table of shape [24, 8], got [30, 8]"),
+    ],
+    ids=["model", "size"],
+)
+def test_a_delta_of_another_model_or_size_changes_nothing(
+    model: Any, message: str, served: Served, tmp_path: Path
+) -> None:
+    older, newer = (save(tmp_path, model(step), step) for step in (1, 2))
     before = scores(served.start())
-    write_row_diff(places[1], places[0], served.deltas / "1 to 2")
+    write_row_diff(newer, older, served.deltas / "1 to 2")
     assert scores(served.client) == before
-    message = {
-        "model": "expected the values of the program, got others, such as 'network.",
-        "shape": "people.weight: expected a table of shape [24, 8], got [30, 8]",
-    }
     step, error = served.health
-    assert (step, message[wrong] in error) == (1, True), error
+    assert (step, message in error) == (1, True), error
 
 
 def test_an_id_beyond_the_table_changes_nothing(served: Served, tmp_path: Path) -> None:
     before = scores(served.start())
-    places = [save(tmp_path, trained(step), step) for step in (1, 2)]
-    write_row_diff(places[1], places[0], tmp_path / "diff")
-    other = Clicks(WithSmallValues)
-    bags: Any = other.network.bags.embedding_bags
-    bags["people"].weight = nn.Parameter(torch.ones(30, 8))
-    write_row_diff(save(tmp_path, other, 3), places[0], tmp_path / "larger")
+    larger = [save(tmp_path, with_thirty_people(step), step) for step in (1, 2)]
+    write_row_diff(larger[1], larger[0], tmp_path / "larger")
+    shutil.copytree(served.made / "1 to 2", tmp_path / "diff")
     name = "network.bags.embedding_bags.people.weight.parquet"
     shutil.copy(tmp_path / "larger" / name, tmp_path / "diff" / name)
     (tmp_path / "diff").rename(served.deltas / "diff")

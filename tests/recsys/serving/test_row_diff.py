@@ -164,7 +164,7 @@ def test_changed_rows_are_those_that_differ_between_the_trained_tables(
     places = [tmp_path / "older.ckpt", tmp_path / "newer.ckpt"]
     older, _, _ = run_ranks(saved, ranks[0], network, kinds, places[0])[0]
     newer, dense, names = run_ranks(saved, ranks[1], network, kinds if ranks[1] > 1 else None, places[1], places[0])[0]
-    diff_gives_the_newer_export(*places, tmp_path / "out")
+    diff_gives_the_newer_export(places[0], places[1], tmp_path / "out")
     diff = tmp_path / "out" / "older.ckpt to newer.ckpt"
     changed, gone = exported(diff), removed(diff)
     assert changed.keys() == gone.keys() == newer.keys() == older.keys()
