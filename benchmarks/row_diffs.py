@@ -3,7 +3,7 @@
 ``OMP_NUM_THREADS=1 python -m benchmarks.row_diffs`` writes a checkpoint with ``--tables`` tables of ``--rows`` rows,
 and newer ones in which a part of the rows, drawn at random, has other values. For each part it writes the export of the
 newer checkpoint and the difference, applies the difference to the older export, and applies it in the example of a
-server. Spreads are the quartiles over ``--rounds`` rounds. There are no aims.
+server. Spreads are the quartiles over ``--rounds`` rounds.
 """
 
 from __future__ import annotations

@@ -73,19 +73,19 @@ def write_tables_to_parquet(
 
 @contextmanager
 def open_checkpoint_tables(
-    checkpoint: str | Path, beside: Path, weights_only: bool | None = None, since: int | None = None
+    checkpoint: str | Path, folder: Path, weights_only: bool | None = None, since: int | None = None
 ) -> Iterator[CheckpointTables]:
     """Values of a checkpoint, to be read inside the block.
 
-    Tables of fixed size are copied to files in the folder *beside*, which are mapped into memory. If *since* is the
+    Tables of fixed size are copied to temporary files in *folder*, which are mapped into memory. If *since* is the
     number of a batch, rows are those that this batch or a later one has seen, and all tables must be dynamic.
     """
     source = follow_checkpoint_marker(parse_local_or_remote_path(checkpoint))
     saved = read_metadata(source, ("model",), "under a recsys plan. Use the path of such a folder")
     first_rank_values = read_extra_state(source, weights_only)
-    beside.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
-        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=".tables.", dir=beside)))
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=".tables.", dir=folder)))
         values: Mapping[str, Any] = read_full_state(source, saved, weights_only, "model", scratch).get("model", {})
         tables: dict[str, Rows] = {
             name: (_iterate_table_rows(name, table, values), table.shape[1])
