@@ -125,6 +125,7 @@ REST: tuple[Run, ...] = (
     Run("dynamic tables, saves", "row_dumps", ("--rounds", "4")),
     Run("dynamic tables, lookup", "dynamic_embeddings", ("--part", "lookup")),
     Run("dynamic tables, id map", "id_map", ("--batches", "8")),
+    Run("differences of checkpoints", "row_diffs"),
     Run("growth", "growth"),
     Run("planner graphs", "planner_graphs", ("--seconds", "30", "--iterations", "5")),
     Run("profiler accuracy", "profiler_accuracy", ("--graphs", "8")),

@@ -268,9 +268,13 @@ def allow_dynamic_sizes_below_two() -> Any:
 
 
 def compile_and_package(program: Any, file: str | Path) -> None:
-    """Compile an exported program ahead of time to a package. From a name, PyTorch would expect the suffix .pt2."""
+    """Compile an exported program ahead of time to a package. From a name, PyTorch would expect the suffix .pt2.
+
+    All parameters and buffers are kept as constants, which can be replaced: PyTorch would write small ones as literals.
+    """
+    keep_constants: Any = {"always_keep_tensor_constants": True}
     with allow_dynamic_sizes_below_two(), Path(file).open("wb") as package:
-        torch._inductor.aoti_compile_and_package(program, package_path=package)
+        torch._inductor.aoti_compile_and_package(program, package_path=package, inductor_configs=keep_constants)
 
 
 def copy_sharded_tensor(tensor: ShardedTensor, values: Sequence[torch.Tensor]) -> ShardedTensor:

@@ -70,7 +70,7 @@ def export(arguments: Sequence[str]) -> None:
             " tables, whose rows are in no parameter. Export them with --to rows, and export a model that takes their"
             " vectors"
         )
-    _load_checkpoint_into_model(model, options.checkpoint)
+    loaded = _load_checkpoint_into_model(model, options.checkpoint)
     out, described = Path(options.out), Path(f"{Path(options.out)}.inputs.json")
     with atomic_write(out) as file, atomic_write(described) as inputs:
         if options.to == "quantized":
@@ -78,7 +78,7 @@ def export(arguments: Sequence[str]) -> None:
         else:
             write = programs.write_aoti if options.to == "aoti" else programs.write_torch_export
             form = write(model.eval(), batch, file)
-        inputs.write_text(json.dumps(form.description(batch, model), indent=1) + "\n")
+        inputs.write_text(json.dumps(form.description(batch, model) | loaded, indent=1) + "\n")
     print(escape_unprintable(f"Wrote {out}, which takes the tensors of {described}"))
 
 
@@ -100,12 +100,16 @@ def _model_and_batch(arguments: list[str]) -> tuple[nn.Module, Any]:
     return model, batch
 
 
-def _load_checkpoint_into_model(model: nn.Module, checkpoint: str) -> None:
+def _load_checkpoint_into_model(model: nn.Module, checkpoint: str) -> dict[str, Any]:
+    """Fill a model, and return the ``global_step`` of the checkpoint and the names of its tensors."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "one.ckpt"
         export_checkpoint(checkpoint, file, weights_only=True)
-        state = torch.load(file, mmap=True, weights_only=True)["state_dict"]
+        saved = torch.load(file, mmap=True, weights_only=True)
+        state = saved["state_dict"]
         try:
             model.load_state_dict(CompiledNameMap(model.state_dict()).rename_keys(state))
         except RuntimeError as error:
             raise SetupError(f"the checkpoint does not fit the model of the configuration: {error}") from error
+        names = sorted(name for name, value in state.items() if isinstance(value, torch.Tensor))
+        return {"step": saved.get("global_step"), "state_dict": names}

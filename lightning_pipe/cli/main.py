@@ -58,6 +58,7 @@ examples:
   lightning-pipe checkpoint export FOLDER FILE
   lightning-pipe export CHECKPOINT --to aoti --config FILE --out model.pt2
   lightning-pipe rows diff CHECKPOINT --since OLDER --out FOLDER
+  lightning-pipe rows apply EXPORT --diff FOLDER --out NEW
 """
 
 _BUBBLE = """\
@@ -231,23 +232,38 @@ def _parse_and_run_remaining_command(arguments: list[str]) -> None:
         "export", help="make an artifact for a server: export CHECKPOINT --to aoti --config FILE --out FILE"
     )
     rows = commands.add_parser("rows", help="write changed rows: rows diff CHECKPOINT --since OLDER --out FOLDER")
-    diff = rows.add_subparsers(metavar="diff", required=True).add_parser(
+    row_commands = rows.add_subparsers(dest="action", metavar="COMMAND", required=True)
+    diff = row_commands.add_parser(
         "diff",
-        help="write the rows of dynamic tables that changed since an older checkpoint",
-        description="Write the rows of dynamic tables that changed since an older checkpoint, for a store that has the"
-        " older rows: NAME.parquet with the rows to insert or replace (id, vector), and NAME.removed.parquet with the"
-        " ids to delete. After that, the store has exactly the rows of CHECKPOINT. If OLDER is the number of a batch,"
-        " rows last seen in it or later are written, and removed ids are unknown.",
+        help="write the rows of tables that changed since an older checkpoint",
+        description="Write the rows of tables that changed since an older checkpoint, for a store or a server that has"
+        " the older rows: NAME.parquet with the rows to insert or replace (id, vector), and NAME.removed.parquet with"
+        " the ids to delete. After that, the store has exactly the rows of CHECKPOINT. dense.pt has the other values,"
+        " and diff.json the steps of both checkpoints. If OLDER is the number of a batch, all tables must be dynamic,"
+        " rows last seen in this batch or later are written, and removed ids are unknown.",
     )
     diff.add_argument("checkpoint", metavar="CHECKPOINT", help="checkpoint folder, or its URL")
     diff.add_argument("--since", metavar="OLDER", required=True, help="older checkpoint, its URL, or a batch number")
-    diff.add_argument("--out", metavar="FOLDER", required=True, help="folder to write; must not exist")
+    apply = row_commands.add_parser(
+        "apply",
+        help="write the newer export from an older one and the changed rows",
+        description="Write the folder that 'lightning-pipe export --to rows' writes for the newer checkpoint, from that"
+        " of the older one and the folder of 'rows diff'.",
+    )
+    apply.add_argument("export", metavar="EXPORT", help="folder written by export --to rows, or by rows apply")
+    apply.add_argument("--diff", metavar="FOLDER", required=True, help="folder written by rows diff")
+    for command in (diff, apply):
+        command.add_argument("--out", metavar="FOLDER", required=True, help="folder to write; must not exist")
     options = parser.parse_args(arguments)
     if options.command == "rows":
-        from lightning_pipe.recsys.serving.row_diff import write_row_diff  # lazy: needs pyarrow
+        from lightning_pipe.recsys.serving.row_diff import apply_row_diff, write_row_diff  # lazy: needs pyarrow
 
-        since = int(options.since) if re.fullmatch("[0-9]{1,18}", options.since) else options.since
-        for name, count in write_row_diff(options.checkpoint, since, options.out).items():
+        if options.action == "apply":
+            written = apply_row_diff(options.export, options.diff, options.out)
+        else:
+            since = int(options.since) if re.fullmatch("[0-9]{1,18}", options.since) else options.since
+            written = write_row_diff(options.checkpoint, since, options.out)
+        for name, count in written.items():
             print(escape_unprintable(f"{options.out}/{name}: {count} rows"))
     elif options.command == "checkpoint":
         from lightning_pipe.checkpoints.export import export_checkpoint  # lazy: rarely needed

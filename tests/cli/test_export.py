@@ -48,7 +48,9 @@ def test_a_program_has_the_checkpoints_values_and_a_description_of_its_inputs(
     config, out = str(checkpoint.parent / "config.yaml"), tmp_path / "model.pt2"
     assert run(checkpoint, "torch_export", out, "--config", config) == 0
     assert "which takes the tensors of" in capsys.readouterr().out
-    names = [one["name"] for one in json.loads((tmp_path / "model.pt2.inputs.json").read_text())["inputs"]]
+    described = json.loads((tmp_path / "model.pt2.inputs.json").read_text())
+    assert (described["step"], described["state_dict"]) == (6, sorted(Served().state_dict()))
+    names = [one["name"] for one in described["inputs"]]
     assert names[:3] == ["dense", "sparse.values", "sparse.lengths"]
     assert "label" not in names  # the model does not read it
     module = Served()

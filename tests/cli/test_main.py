@@ -489,6 +489,13 @@ def test_changed_rows_and_removed_ids_are_files(
     ]
     assert exported(out)["bags.users"].keys() == {2, 3}
     assert removed(out) == {"bags.users": [1]}
+    for place, name in ((older, "of older"), (newer, "of newer")):
+        assert main(["export", place, "--to", "rows", "--out", str(tmp_path / name)]) == 0
+    capsys.readouterr()
+    applied = tmp_path / "applied"
+    assert main(["rows", "apply", str(tmp_path / "of older"), "--diff", str(out), "--out", str(applied)]) == 0
+    assert capsys.readouterr().out.splitlines() == [f"{applied}/bags.users.parquet: 3 rows"]
+    assert exported(applied) == exported(tmp_path / "of newer")
 
 
 def test_rows_are_written_since_a_batch(

@@ -16,7 +16,7 @@ SKIPPED = {
     "checkpoints.md": 2,
     "cluster.md": 5,
     "performance.md": 1,
-    "serving.md": 7,
+    "serving.md": 9,
     "stacks.md": 2,
     "start.md": 3,
 }

@@ -37,6 +37,7 @@ from tests.patience import HANG
 pytestmark = pytest.mark.exhaustive
 
 REASON = "run by tests/examples/test_serving.py"
+SERVER = 'flask --app \'examples.serving.server:create_app("model.pt2"'  # without and with deltas
 CHECKPOINT = "logs/recsys_criteo/checkpoints/last.ckpt"
 
 
@@ -82,20 +83,19 @@ def scores_of(model: CriteoDLRM, given: list[Batch]) -> Tensor:
 # ---------------------------------------------------------------------- over HTTP
 
 
-@pytest.fixture(scope="module")
-def port(folder: Path) -> Iterator[int]:
-    """Port of the page's server, in a process that can import neither this package nor TorchRec."""
-    (folder / "without").mkdir()
+@contextlib.contextmanager
+def serving(folder: Path, command: str) -> Iterator[int]:
+    """Port of a server of the page, in a process that can import neither this package nor TorchRec."""
+    (folder / "without").mkdir(exist_ok=True)
     for name in ("lightning_pipe", "torchrec"):
         (folder / "without" / f"{name}.py").write_text("raise ImportError('the server must do without')\n")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    command = ["bash", "-c", "exec " + block("flask").code.replace("8000", str(port))]
     with (folder / "server.log").open("w") as log:
         server = subprocess.Popen(
-            command,
+            ["bash", "-c", "exec " + command.replace("8000", str(port))],
             cwd=folder,
             env=os.environ | {"PATH": path, "PYTHONPATH": str(folder / "without")},
             stdout=log,
@@ -114,6 +114,12 @@ def port(folder: Path) -> Iterator[int]:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(server.pid, signal.SIGKILL)
         server.wait(HANG)
+
+
+@pytest.fixture(scope="module")
+def port(folder: Path) -> Iterator[int]:
+    with serving(folder, block(SERVER + ")").code) as port:
+        yield port
 
 
 def healthy(port: int) -> bool:
@@ -155,6 +161,29 @@ def test_validation_rows_are_answered_with_the_trained_models_scores(
     exact = scores_of(model, validation[:20])
     assert exact.std() > 0.01  # it has learned something
     assert torch.allclose(torch.tensor(found), torch.cat([exact[:size] for size in (1, 7, 1000)]), rtol=0, atol=1e-6)
+
+
+# ---------------------------------------------------------------------- deltas
+
+
+def test_a_server_with_deltas_answers_as_one_with_an_export_of_the_newer_checkpoint(
+    folder: Path, validation: list[Batch]
+) -> None:
+    here = folder / "deltas of the page"
+    shutil.copytree(folder, here, symlinks=True, ignore=shutil.ignore_patterns(here.name))
+    variables, _, export = block("RUN=").code.splitlines()
+    samples = [sample for batch in validation[:10] for sample in samples_of(batch)]
+    (here / "deltas").mkdir()
+    with serving(here, block(SERVER + ", deltas").code) as port:
+        before = answer(port, samples)
+        run(f"{variables}\n{block('cp -rL').code}", here)
+        after = answer(port, samples)
+        assert json.loads(urlopen(f"http://127.0.0.1:{port}/health", timeout=HANG).read())["step"] == 100
+    with serving(here, block(SERVER + ", deltas").code) as port:
+        assert answer(port, samples) == after
+    run(f"{variables}\n{export.replace('model.pt2', 'newer.pt2')}", here)
+    with serving(here, block(SERVER + ")").code.replace("model.pt2", "newer.pt2")) as port:
+        assert answer(port, samples) == after != before
 
 
 # ---------------------------------------------------------------------- in C++

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_pipe._compat.managed_collision import ENTRIES_OF_MAP, NO_ID, id_map_name
+from lightning_pipe._compat.managed_collision import ENTRIES_OF_MAP, NO_ID, id_map_name, is_id_map_entry
 from lightning_pipe.checkpoints.folder_reading import read_extra_state, read_full_state, read_metadata
 from lightning_pipe.checkpoints.folder_writing import DYNAMIC_ROWS
 from lightning_pipe.checkpoints.remote_folder import (
@@ -24,7 +26,7 @@ from lightning_pipe.checkpoints.remote_folder import (
 )
 from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.engine.common.safe_text import short_repr
-from lightning_pipe.recsys.dynamic.store.row_files import StoredRows, read_rows
+from lightning_pipe.recsys.dynamic.store.row_files import read_rows
 
 try:
     import pyarrow as pa
@@ -34,10 +36,20 @@ except ImportError as error:
         f"Parquet files need the package pyarrow, which cannot be imported: {error}. Install lightning-pipe[data]"
     ) from error
 
+EXPORT = "export.json"
 _CHUNK = 65_536  # rows of a row group
 
-# Rows of a dynamic table, whose first column are the weights, and the number of weights of a row. They are read once.
-Rows = tuple[Iterator[StoredRows], int]
+# Ids and vectors of a table in chunks, which are read once, and the number of values of a vector.
+Rows = tuple[Iterator[tuple[Tensor, Tensor]], int]
+
+
+@dataclass(frozen=True)
+class CheckpointTables:
+    """Tables of an open checkpoint by full name, its other tensors without maps of ids, and its ``global_step``."""
+
+    rows: dict[str, Rows]
+    dense: dict[str, Tensor]
+    step: int | None
 
 
 def write_tables_to_parquet(
@@ -46,41 +58,63 @@ def write_tables_to_parquet(
     """Write one Parquet file for each table of a checkpoint folder. Runs in one process.
 
     Columns are ``id`` (int64), the row number of a table of fixed size or the id that a map or a dynamic table gives a
-    row to, and ``vector``, a fixed-size list of float32. Rows that no id has are left out.
+    row to, and ``vector``, a fixed-size list of float32. Rows that no id has are left out. ``export.json`` has the
+    ``step`` of the checkpoint.
     """
     target = Path(folder)
-    source, first_rank_values, saved = read_checkpoint(checkpoint, weights_only)
-    target.mkdir(parents=True, exist_ok=True)
-    written: dict[str, int] = {}
-    with tempfile.TemporaryDirectory(prefix=".tables.", dir=target) as beside:
-        values: Mapping[str, Any] = read_full_state(source, saved, weights_only, "model", Path(beside)).get("model", {})
-        for name, table in values.items():
-            if re.fullmatch(r"(?:.*\.)?embedding(?:s|_bags)\.[^.]+\.weight", name):
-                written[f"{name}.parquet"] = write_vectors_to_parquet(
-                    target, name, table.shape[1], _iterate_table_rows(name, table, values)
-                )
-    if first_rank_values.get(DYNAMIC_ROWS):
-        with open_checkpoint_dynamic_tables(source, first_rank_values) as tables:
-            for name, (rows, width) in tables.items():
-                chunks = ((chunk.ids, chunk.columns[0]) for chunk in rows)
-                written[f"{name}.parquet"] = write_vectors_to_parquet(target, name, width, chunks)
-    if not written:
-        raise SetupError(f"the checkpoint {str(checkpoint)!r} has no tables. Use one of a recsys strategy")
+    with open_checkpoint_tables(checkpoint, target, weights_only) as tables:
+        written = {
+            f"{name}.parquet": write_vectors_to_parquet(target, name, width, rows)
+            for name, (rows, width) in tables.rows.items()
+        }
+        (target / EXPORT).write_text(json.dumps({"step": tables.step}) + "\n")
     return written
 
 
-def read_checkpoint(checkpoint: str | Path, weights_only: bool | None = None) -> tuple[Folder, dict[str, Any], Any]:
-    """Folder with the files of a checkpoint, the values that rank 0 wrote, and the metadata."""
+@contextmanager
+def open_checkpoint_tables(
+    checkpoint: str | Path, folder: Path, weights_only: bool | None = None, since: int | None = None
+) -> Iterator[CheckpointTables]:
+    """Values of a checkpoint, to be read inside the block.
+
+    Tables of fixed size are copied to temporary files in *folder*, which are mapped into memory. If *since* is the
+    number of a batch, rows are those that this batch or a later one has seen, and all tables must be dynamic.
+    """
     source = follow_checkpoint_marker(parse_local_or_remote_path(checkpoint))
     saved = read_metadata(source, ("model",), "under a recsys plan. Use the path of such a folder")
-    return source, read_extra_state(source, weights_only), saved
+    first_rank_values = read_extra_state(source, weights_only)
+    folder.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as stack:
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=".tables.", dir=folder)))
+        values: Mapping[str, Any] = read_full_state(source, saved, weights_only, "model", scratch).get("model", {})
+        tables: dict[str, Rows] = {
+            name: (_iterate_table_rows(name, table, values), table.shape[1])
+            for name, table in values.items()
+            if re.fullmatch(r"(?:.*\.)?embedding(?:s|_bags)\.[^.]+\.weight", name)
+        }
+        if tables and since is not None:
+            raise SetupError(
+                f"the checkpoint {str(source)!r} has tables that are not dynamic, such as {min(tables)!r}, whose rows"
+                " have no batch numbers. Give the older checkpoint instead of a number"
+            )
+        dense = {
+            name: value
+            for name, value in values.items()
+            if isinstance(value, Tensor) and name not in tables and not is_id_map_entry(name)
+        }
+        if first_rank_values.get(DYNAMIC_ROWS):
+            tables |= stack.enter_context(_open_dynamic_tables(source, first_rank_values, since))
+        if not tables:
+            raise SetupError(f"the checkpoint {str(source)!r} has no tables. Use one of a recsys strategy")
+        yield CheckpointTables(tables, dense, first_rank_values.get("global_step"))
 
 
 @contextmanager
-def open_checkpoint_dynamic_tables(source: Folder, first_rank_values: Mapping[str, Any]) -> Iterator[dict[str, Rows]]:
+def _open_dynamic_tables(
+    source: Folder, first_rank_values: Mapping[str, Any], since: int | None
+) -> Iterator[dict[str, Rows]]:
     """Dynamic tables of an open checkpoint by full name, to be read inside the block."""
-    if not (modules := first_rank_values.get(DYNAMIC_ROWS)):
-        raise SetupError(f"the checkpoint {str(source)!r} has no dynamic tables. Use one of a model that has some")
+    modules = first_rank_values[DYNAMIC_ROWS]
     widths: dict[tuple[str, str], int] = {}
     try:
         for module, described in modules.items():
@@ -96,12 +130,14 @@ def open_checkpoint_dynamic_tables(source: Folder, first_rank_values: Mapping[st
         ) from None
     with local_copy(source, "rows") as local:
         yield {
-            f"{module}.{table}" if module else table: (_read_dynamic_rows(local, module, table, width), width)
+            f"{module}.{table}" if module else table: (_read_dynamic_rows(local, module, table, width, since), width)
             for (module, table), width in widths.items()
         }
 
 
-def _read_dynamic_rows(folder: Path, module: str, table: str, width: int) -> Iterator[StoredRows]:
+def _read_dynamic_rows(
+    folder: Path, module: str, table: str, width: int, since: int | None
+) -> Iterator[tuple[Tensor, Tensor]]:
     for rows in read_rows(folder, table, module or "module"):
         weights = rows.columns[0]
         if weights.shape[1:] != (width,) or not weights.is_floating_point():
@@ -109,7 +145,8 @@ def _read_dynamic_rows(folder: Path, module: str, table: str, width: int) -> Ite
                 f"rows of dynamic table {table} in {str(folder)!r} have weights {weights.dtype} {list(weights.shape)},"
                 f" expected floating-point numbers [n, {width}]. Use another checkpoint"
             )
-        yield rows
+        seen = slice(None) if since is None else rows.last_seen >= since
+        yield rows.ids[seen], weights[seen]
 
 
 def _iterate_table_rows(name: str, table: Tensor, values: Mapping[str, Any]) -> Iterator[tuple[Tensor, Tensor]]:

@@ -27,7 +27,9 @@ def described(**widths: int) -> dict[str, Any]:
     return {"version": "1", "progress": {"step": "9"}, "tables": tables}
 
 
-def save(folder: Path, tables: Mapping[str, History], ranks: int = 1, rest: Any = None, width: int = WIDTH) -> Path:
+def save(
+    folder: Path, tables: Mapping[str, History], ranks: int = 1, rest: Any = None, width: int = WIDTH, step: int = 0
+) -> Path:
     """A checkpoint whose module "bags" has these tables, each in files of several ranks and in chunks of two rows.
 
     Args:
@@ -36,11 +38,12 @@ def save(folder: Path, tables: Mapping[str, History], ranks: int = 1, rest: Any 
         ranks: number of ranks whose files have the rows.
         rest: description of the tables, if it is not the right one.
         width: number of weights of a row.
+        step: number of trained batches.
     """
     with warnings.catch_warnings(action="ignore"):  # that there is one rank
         dcp.save({"model": {"over": torch.ones(1)}}, checkpoint_id=folder)
     right = {"bags": described(**dict.fromkeys(tables, width))} if tables else None
-    torch.save({DYNAMIC_ROWS: right if rest is None else rest}, folder / META)
+    torch.save({DYNAMIC_ROWS: right if rest is None else rest, "global_step": step}, folder / META)
     for name, rows in tables.items():
         for rank in range(ranks):
             items = list(rows.items())[rank::ranks]

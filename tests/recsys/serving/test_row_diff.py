@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import random
+import warnings
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
 
+from lightning_pipe.checkpoints.folder_writing import META
 from lightning_pipe.checkpoints.remote_folder import RemotePath
 from lightning_pipe.engine import SetupError
 from lightning_pipe.recsys.dynamic.store.row_files import write_rows
-from lightning_pipe.recsys.serving.row_diff import write_row_diff
+from lightning_pipe.recsys.serving.row_diff import apply_row_diff, write_row_diff
 from lightning_pipe.recsys.serving.table_files import write_tables_to_parquet
+from tests.distributed import run_ranks
 from tests.recsys.serving.saved_rows import History, described, exported, removed, save, stored
+from tests.scenarios.recommenders.test_managed_collision import rows_of_ids
+from tests.strategies.cases import Clicks, Managed, Mixed, fit, loader, recsys, state_of
 
 # Of a vector's numbers: some differ in bits alone.
 NUMBERS = (0x00000000, 0x80000000, 0x3F800000, 0x3F800001, 0x7FC00000, 0x7FC00001)
@@ -44,6 +52,11 @@ def diff_gives_the_newer_export(older: Path, newer: Path, out: Path) -> dict[str
     expected = exported(out / newer.name)
     assert {table: rows[table] for table in expected} == expected
     assert not any(found for table, found in rows.items() if table not in expected)
+    applied = out / f"{older.name} with changes to {newer.name}"
+    totals = apply_row_diff(out / older.name, diff, applied)
+    assert exported(applied) == expected
+    assert totals == {f"{table}.parquet": len(found) for table, found in expected.items()}
+    assert (applied / "export.json").read_bytes() == (out / newer.name / "export.json").read_bytes()
     return counts
 
 
@@ -75,7 +88,7 @@ def histories(chance: random.Random) -> list[dict[str, History]]:
 def test_the_older_export_with_the_changes_is_the_newer_export(seed: int, tmp_path: Path) -> None:
     chance = random.Random(seed)
     places = [
-        save(tmp_path / f"{number}.ckpt", tables, ranks=chance.choice([1, 2, 3]))
+        save(tmp_path / f"{number}.ckpt", tables, ranks=chance.choice([1, 2, 3]), step=number)
         for number, tables in enumerate(histories(chance))
     ]
     for older, newer in combinations(places, 2):
@@ -83,6 +96,10 @@ def test_the_older_export_with_the_changes_is_the_newer_export(seed: int, tmp_pa
     counts = diff_gives_the_newer_export(places[0], places[0], tmp_path / "out")
     assert not any(counts.values())
     diff_gives_the_newer_export(places[-1], places[0], tmp_path / "out")  # a store may go back
+    chain = [tmp_path / "out" / name for name in ("0.ckpt", "0 to 1", "0 to 1 to 2")]
+    for number in (0, 1):
+        apply_row_diff(chain[number], tmp_path / "out" / f"{number}.ckpt to {number + 1}.ckpt", chain[number + 1])
+    assert exported(chain[2]) == exported(tmp_path / "out" / "2.ckpt")
 
 
 def test_rows_seen_from_a_batch_on_and_no_removed_ids(tmp_path: Path) -> None:
@@ -103,6 +120,141 @@ def test_checkpoints_may_be_at_urls(tmp_path: Path) -> None:
     assert list(write_row_diff(urls[1], urls[0], tmp_path / "diff").values()) == [1, 1]
     assert exported(tmp_path / "diff")["bags.users"].keys() == {3}
     assert removed(tmp_path / "diff") == {"bags.users": [2]}
+
+
+# ---------------------------------------------------------------------- tables of fixed size, and with maps of ids
+
+ON_TWO = {
+    "column-wise": {"people": "column_wise", "things": "column_wise", "tags": "row_wise"},
+    "data-parallel": {"people": "data_parallel", "things": "row_wise", "tags": "table_wise"},
+}
+
+
+def saved(
+    rank: int, world: int, network: Any, kinds: dict[str, str] | None, path: Path, older: Path | None = None
+) -> tuple[dict[str, dict[int, bytes]], dict[str, Tensor], set[str]]:
+    """Train three steps and save; return vectors by id of each table, dense values, and names of the unsharded module.
+
+    Most ids of the data are in no batch of three steps.
+    """
+    module, steps = Clicks(network), 6 if older else 3
+    names = set(module.state_dict())
+    used = fit(module, recsys(kinds=kinds), loader(12 * world, 2), ckpt_path=older, max_steps=steps, max_epochs=-1)
+    used.save_checkpoint(path)
+    sharded: Any = used.strategy.sharded_model  # type: ignore[attr-defined]
+    managed = {name: {key: row[0] for key, row in rows.items()} for name, rows in rows_of_ids(sharded).items()}
+    tables = {
+        name: managed.get(table.config.name, dict(enumerate(sharded.full_table(name))))
+        for name, table in sharded.tables.items()
+    }
+    vectors = {
+        name: {number: row.detach().numpy().tobytes() for number, row in rows.items()} for name, rows in tables.items()
+    }
+    return vectors, state_of(used), names
+
+
+@pytest.mark.parametrize(
+    ("network", "kinds", "ranks"),
+    [(Mixed, ON_TWO["column-wise"], (2, 2)), (Mixed, ON_TWO["data-parallel"], (2, 1)), (Managed, None, (2, 2))],
+    ids=["column-wise", "data-parallel, then on one rank", "managed collision"],
+)
+def test_changed_rows_are_those_that_differ_between_the_trained_tables(
+    network: Any, kinds: dict[str, str] | None, ranks: tuple[int, int], tmp_path: Path
+) -> None:
+    places = [tmp_path / "older.ckpt", tmp_path / "newer.ckpt"]
+    older, _, _ = run_ranks(saved, ranks[0], network, kinds, places[0])[0]
+    newer, dense, names = run_ranks(saved, ranks[1], network, kinds if ranks[1] > 1 else None, places[1], places[0])[0]
+    diff_gives_the_newer_export(places[0], places[1], tmp_path / "out")
+    diff = tmp_path / "out" / "older.ckpt to newer.ckpt"
+    changed, gone = exported(diff), removed(diff)
+    assert changed.keys() == gone.keys() == newer.keys() == older.keys()
+    for name, vectors in newer.items():
+        expected = {number: vector for number, vector in vectors.items() if older[name].get(number) != vector}
+        assert changed[name] == expected
+        assert gone[name] == sorted(older[name].keys() - vectors.keys())
+        assert expected
+        assert network is Managed or len(expected) < len(vectors)
+    assert network is not Managed or any(gone.values())
+    rest = torch.load(diff / "dense.pt", weights_only=True)
+    assert rest.keys() == {name for name in names if name not in newer and "_managed_collision_modules" not in name}
+    assert all(torch.equal(value, dense[name]) for name, value in rest.items() if name in dense)
+    assert rest.keys() - dense.keys() <= {"network.normalize.num_batches_tracked"}
+    described = json.loads((diff / "diff.json").read_text())
+    rows = {name: len(vectors) for name, vectors in newer.items()}
+    assert described == {"since_step": 3, "step": 6, "tables": rows}
+
+
+def test_a_table_of_another_size_has_new_or_removed_rows(tmp_path: Path) -> None:
+    values, name = torch.arange(12.0).view(6, 2), "bags.embedding_bags.t.weight"
+    for rows in (4, 6):
+        with warnings.catch_warnings(action="ignore"):  # that there is one rank
+            dcp.save({"model": {name: values[:rows]}}, checkpoint_id=tmp_path / f"{rows}.ckpt")
+        torch.save({"global_step": rows}, tmp_path / f"{rows}.ckpt" / META)
+    diff_gives_the_newer_export(tmp_path / "4.ckpt", tmp_path / "6.ckpt", tmp_path / "out")
+    diff_gives_the_newer_export(tmp_path / "6.ckpt", tmp_path / "4.ckpt", tmp_path / "out")
+    assert exported(tmp_path / "out" / "4.ckpt to 6.ckpt")[name].keys() == {4, 5}
+    assert removed(tmp_path / "out" / "6.ckpt to 4.ckpt")[name] == [4, 5]
+    refused(tmp_path / "6.ckpt", 3, f"such as '{name}'.*Give the older checkpoint instead", tmp_path / "diff")
+
+
+# ---------------------------------------------------------------------- changes that do not fit an export
+
+
+@pytest.fixture
+def changes(tmp_path: Path) -> Path:
+    """Folder with three checkpoints, the export of the first one, and the changes between them."""
+    rows = {number: row(number, 0.0, 0.0) for number in range(4)}
+    histories = [rows, rows | {3: row(5.0, 0.0, 0.0)}, rows | {4: row()}]
+    places = [save(tmp_path / str(step), {"users": rows}, step=step) for step, rows in enumerate(histories)]
+    write_tables_to_parquet(places[0], tmp_path / "export")
+    write_row_diff(places[1], places[0], tmp_path / "first")
+    write_row_diff(places[2], places[1], tmp_path / "second")
+    write_row_diff(places[2], 0, tmp_path / "since a batch")
+    return tmp_path
+
+
+def not_applied(export: Path, diff: Path, message: str) -> None:
+    before = sorted(export.parent.rglob("*"))
+    with pytest.raises(SetupError, match=message):
+        apply_row_diff(export, diff, export.parent / "applied")
+    assert sorted(export.parent.rglob("*")) == before
+
+
+def test_changes_in_a_wrong_order_are_refused(changes: Path) -> None:
+    export = changes / "export"
+    not_applied(export, changes / "second", "expected changes since step 0 of the export .*, got those since 1")
+    not_applied(export, changes / "since a batch", "expected changes since step 0 .*, got those since None")
+    apply_row_diff(export, changes / "first", changes / "next")
+    not_applied(changes / "next", changes / "first", "expected changes since step 1 .*, got those since 0")
+
+
+def test_changes_of_another_run_or_model_are_refused(changes: Path) -> None:
+    other = {step: save(changes / f"other{step}", {"users": {9: row()}}, step=step) for step in (0, 1)}
+    write_row_diff(other[1], other[0], changes / "of another run")
+    not_applied(changes / "export", changes / "of another run", "'bags.users' would have 4 rows, expected 1")
+    wide = {step: save(changes / f"wide{step}", {"users": {9: row(1.0, 2.0)}}, step=step, width=2) for step in (0, 1)}
+    write_row_diff(wide[1], wide[0], changes / "wide")
+    not_applied(changes / "export", changes / "wide", "cannot be applied to the export .*schema")
+    pages = {step: save(changes / f"pages{step}", {"pages": {9: row()}}, step=step) for step in (0, 1)}
+    write_row_diff(pages[1], pages[0], changes / "of pages")
+    not_applied(changes / "export", changes / "of pages", "tables that .* lacks: bags.users")
+
+
+@pytest.mark.parametrize("name", ["diff.json", "bags.users.parquet", "bags.users.removed.parquet"])
+def test_incomplete_changes_are_refused(changes: Path, name: str) -> None:
+    file = changes / "first" / name
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-3])
+    not_applied(changes / "export", changes / "first", "cannot be applied to the export .*Use complete folders")
+    file.unlink()
+    not_applied(changes / "export", changes / "first", f"cannot be applied .*{name}.*Use complete folders")
+
+
+def test_changes_are_never_written_to_another_folder(changes: Path) -> None:
+    file = changes / "first" / "diff.json"
+    described = json.loads(file.read_text())
+    file.write_text(json.dumps(described | {"tables": {"../elsewhere": 4, **described["tables"]}}))
+    not_applied(changes / "export", changes / "first", r"expected the name of a table, got '\.\./elsewhere'")
 
 
 # ---------------------------------------------------------------------- refusals
@@ -133,11 +285,11 @@ def test_another_width_is_refused(good: Path, tmp_path: Path) -> None:
     )
 
 
-def test_checkpoints_without_dynamic_tables_are_refused(good: Path, tmp_path: Path) -> None:
+def test_checkpoints_without_tables_are_refused(good: Path, tmp_path: Path) -> None:
     none = save(tmp_path / "none.ckpt", {})
-    refused(none, good, "none.ckpt' has no dynamic tables", tmp_path / "out")
-    refused(good, none, "none.ckpt' has no dynamic tables", tmp_path / "out")
-    refused(none, 3, "none.ckpt' has no dynamic tables", tmp_path / "out")
+    refused(none, good, "none.ckpt' has no tables", tmp_path / "out")
+    refused(good, none, "none.ckpt' has no tables", tmp_path / "out")
+    refused(none, 3, "none.ckpt' has no tables", tmp_path / "out")
     refused(good, tmp_path / "nothing", "is not there, expected a folder written", tmp_path / "out")
 
 
