@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor
-from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.distributed.pipelining._utils import generate_stage_to_rank_mapping as ranks_by_stage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, _add_send_recv, _add_unshard_reshard
@@ -34,6 +34,7 @@ __all__ = [
     "release_schedule_tensors",
     "run_microbatches",
     "set_schedule_actions",
+    "set_schedule_communication",
     "split_overlapped_actions",
     "stage_backward_input",
     "stage_backward_weight",
@@ -140,6 +141,46 @@ def set_schedule_actions(schedule: Any, actions: Mapping[int, Sequence[Action | 
     """Let a schedule run these computations of each rank, to which PyTorch adds the communication."""
     schedule.pipeline_order = actions
     schedule._prepare_schedule_with_comms(actions)
+
+
+def set_schedule_communication(schedule: Any, defer_pp_recv: bool, max_active_stages: int) -> None:
+    """Add the communication to a schedule's computations again, with other options than PyTorch's defaults."""
+    add_unshard_reshard = schedules._add_unshard_reshard
+    schedules._add_unshard_reshard = partial(add_unshard_reshard, max_active_stages=max_active_stages)
+    try:
+        schedule._prepare_schedule_with_comms(schedule.pipeline_order)
+    finally:
+        schedules._add_unshard_reshard = add_unshard_reshard
+    if defer_pp_recv:
+        early, ranks = schedule.pipeline_order_with_comms, schedule.stage_index_to_group_rank
+        schedule.pipeline_order_with_comms = {
+            rank: _keep_receive_order(early[rank], row, ranks)
+            for rank, row in schedules._defer_recv_ops(early, stage_to_rank=ranks.__getitem__).items()
+        }
+
+
+def _keep_receive_order(early: list[Action], deferred: list[Action], ranks: Mapping[int, int]) -> list[Action]:
+    """Post the receives from each rank in their first order, which is that of its sends.
+
+    PyTorch 2.14 defers the receives of activations and those of gradients independently. If both come from one rank,
+    it may receive one as the other: messages between two ranks are matched by their order alone.
+    """
+    steps = {ComputationType.RECV_F: -1, ComputationType.RECV_B: 1}
+    pending: dict[int, list[Action]] = {}
+    for action in early:
+        if (step := steps.get(action.computation_type)) is not None:
+            pending.setdefault(ranks[action.stage_index + step], []).append(action)
+    row: list[Action] = []
+    for action in deferred:
+        step = steps.get(action.computation_type)
+        if step is None:
+            row.append(action)
+            continue
+        receives = pending[ranks[action.stage_index + step]]
+        due = receives.index(action) + 1 if action in receives else 0
+        row += receives[:due]
+        del receives[:due]
+    return row
 
 
 def split_overlapped_actions(schedule: Any) -> None:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from lightning_pipe.llm.batches.options import Batching as Batching
     from lightning_pipe.llm.model.activation_checkpoint import ActivationCheckpoint as ActivationCheckpoint
     from lightning_pipe.llm.parallel.parallel_dims import ParallelDims as ParallelDims
+    from lightning_pipe.llm.schedules.specs import ScheduleOptions as ScheduleOptions
     from lightning_pipe.llm.split.options import SplitOptions as SplitOptions
     from lightning_pipe.strategies.in_process import InProcessPipelineStrategy as InProcessPipelineStrategy
     from lightning_pipe.strategies.language_model.auto import AutoLLMPipelineStrategy as AutoLLMPipelineStrategy
@@ -42,6 +43,7 @@ _LLM_MODULES = {
     "LLMPipelineStrategy": "lightning_pipe.strategies.language_model.strategy",
     "ParallelDims": "lightning_pipe.llm.parallel.parallel_dims",
     "PipelineModule": "lightning_pipe.strategies.language_model.pipeline_module",
+    "ScheduleOptions": "lightning_pipe.llm.schedules.specs",
     "SplitOptions": "lightning_pipe.llm.split.options",
 }
 

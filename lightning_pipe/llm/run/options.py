@@ -15,7 +15,12 @@ from lightning_pipe.llm.parallel.apply_parallel import StageParallelism
 from lightning_pipe.llm.parallel.parallel_dims import ParallelDims
 from lightning_pipe.llm.run.stage_parts import LLMPipelineSettings, StagePlan
 from lightning_pipe.llm.schedules.checks import Sharding, check_schedule_sharding
-from lightning_pipe.llm.schedules.specs import ScheduleSpec, count_stages_per_rank, resolve_schedule_spec
+from lightning_pipe.llm.schedules.specs import (
+    ScheduleOptions,
+    ScheduleSpec,
+    count_stages_per_rank,
+    resolve_schedule_spec,
+)
 from lightning_pipe.llm.split.options import SplitOptions
 
 _GROUPS: dict[str, type[Any]] = {
@@ -23,6 +28,7 @@ _GROUPS: dict[str, type[Any]] = {
     "split": SplitOptions,
     "batching": Batching,
     "activation_checkpoint": ActivationCheckpoint,
+    "schedule_options": ScheduleOptions,
 }
 
 
@@ -39,14 +45,15 @@ class LLMOptions:
     activation_checkpoint: ActivationCheckpoint | None = None
     compile_layers: bool | Mapping[str, Any] = False
     offload_optimizer: bool = False
+    schedule_options: ScheduleOptions = field(default_factory=ScheduleOptions)
 
     def __post_init__(self) -> None:
         set_field = partial(object.__setattr__, self)
-        set_field("schedule", resolve_schedule_spec(cast("Any", self.schedule)))
         for name, kind in _GROUPS.items():
             value = getattr(self, name)
             if value is not None or name != "activation_checkpoint":
                 set_field(name, parse_option_group(kind, name, value))
+        set_field("schedule", resolve_schedule_spec(cast("Any", self.schedule), self.schedule_options))
         check_whole_number("num_microbatches", self.num_microbatches, 1, optional=True)
         check_whole_number("stages_per_rank", self.stages_per_rank, 1, optional=True)
         check_choice("offload_optimizer", self.offload_optimizer, (True, False))

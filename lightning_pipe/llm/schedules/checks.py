@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Literal
 
@@ -96,7 +97,8 @@ def describe_schedule_fallback(spec: ScheduleSpec, num_microbatches: int, pp_siz
 
 def fallback_schedule(spec: ScheduleSpec) -> ScheduleSpec:
     """Schedule that places stages in the same way, and runs any number of micro-batches."""
-    return SCHEDULES[{"single": "gpipe", "loop": "looped_bfs", "v": "zbv_zero_bubble"}[spec.placement]]
+    name = {"single": "gpipe", "loop": "looped_bfs", "v": "zbv_zero_bubble"}[spec.placement]
+    return replace(SCHEDULES[name], options=spec.options)
 
 
 def _divides_into_rounds(num_microbatches: int, pp_size: int) -> bool:

@@ -15,7 +15,7 @@ import csv
 import inspect
 import io
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -37,13 +37,38 @@ from lightning_pipe._compat.pipelining import (
     Schedule,
     ranks_by_stage,
     set_schedule_actions,
+    set_schedule_communication,
     split_overlapped_actions,
 )
 from lightning_pipe.engine.common.errors import SetupError
+from lightning_pipe.engine.common.options import check_booleans, check_whole_number
 from lightning_pipe.engine.common.safe_text import escape_unprintable
 from lightning_pipe.engine.plans.user_files import read_text
 
 Placement = Literal["single", "loop", "v"]
+
+
+@dataclass(frozen=True)
+class ScheduleOptions:
+    """Communication of schedules with several stages on each rank, under PyTorch's names.
+
+    Args:
+        defer_pp_recv: post each receive directly before the computation that needs it, instead of as early as possible
+            (default False). For platforms where a pending receive blocks other communication, such as FSDP's.
+        max_active_stages: number of the stages on a rank whose parameters FSDP has gathered at a time (default 3):
+            those that compute next. A larger number hides more of the gathering, and takes more memory. It makes no
+            difference with fewer stages, or without FSDP.
+
+    Raises:
+        SetupError: a value has the wrong type or range.
+    """
+
+    defer_pp_recv: bool = False
+    max_active_stages: int = 3
+
+    def __post_init__(self) -> None:
+        check_booleans(defer_pp_recv=self.defer_pp_recv)
+        check_whole_number("schedule_options.max_active_stages", self.max_active_stages, 1)
 
 
 @dataclass(frozen=True)
@@ -54,6 +79,7 @@ class ScheduleSpec:
     schedule_class: type[Schedule]  # class that is constructed
     placement: Placement  # stages of rank r of P: "single" r; "loop" r, r + P, r + 2 P, ...; "v" r and 2 P - 1 - r
     path: Path | None = None  # path of the CSV file of actions; None (default) for a schedule that is not from a file
+    options: ScheduleOptions = ScheduleOptions()
 
 
 # ``llm_auto_pipeline`` chooses among all of them.
@@ -71,8 +97,18 @@ SCHEDULES: dict[str, ScheduleSpec] = {
 }
 
 
-def resolve_schedule_spec(schedule: str | type | Path) -> ScheduleSpec:
-    """Find the schedule of a name, class or file."""
+def resolve_schedule_spec(schedule: str | type | Path, options: ScheduleOptions = ScheduleOptions()) -> ScheduleSpec:
+    """Find the schedule of a name, class or file, and add its options."""
+    spec = _find_schedule_spec(schedule)
+    if options != ScheduleOptions() and not issubclass(spec.schedule_class, RuntimeSchedule):
+        raise SetupError(
+            f"schedule_options are {options}, and schedule {spec.name} does not run in PyTorch's runtime for several"
+            " stages on each rank, which has these options. Remove them, or use a schedule such as interleaved_1f1b"
+        )
+    return replace(spec, options=options)
+
+
+def _find_schedule_spec(schedule: str | type | Path) -> ScheduleSpec:
     if isinstance(schedule, type):
         return _make_schedule_spec_from_class(schedule)
     if isinstance(schedule, Path) or schedule.lower().endswith(".csv"):
@@ -229,6 +265,8 @@ def instantiate_schedule(
             set_schedule_actions(schedule, read_actions(spec.path))
         elif spec.schedule_class is ScheduleDualPipeV and not overlap:
             split_overlapped_actions(schedule)
+        if spec.options != ScheduleOptions():
+            set_schedule_communication(schedule, spec.options.defer_pp_recv, spec.options.max_active_stages)
     except Exception as error:
         raise SetupError(
             f"schedule {spec.name} cannot be built with {num_microbatches} micro-batches and {stages[0].num_stages}"

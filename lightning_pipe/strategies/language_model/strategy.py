@@ -45,7 +45,7 @@ from lightning_pipe.llm.run.stage_parts import (
 )
 from lightning_pipe.llm.run.training_tasks import llm_evaluation_plan, llm_plan
 from lightning_pipe.llm.schedules.checks import check_microbatches, splits_backward
-from lightning_pipe.llm.schedules.specs import ScheduleSpec
+from lightning_pipe.llm.schedules.specs import ScheduleOptions, ScheduleSpec
 from lightning_pipe.llm.split.options import SplitOptions
 from lightning_pipe.loops import EvaluationProgram, TrainingProgram
 from lightning_pipe.loops.data.batch_source import UnevenPolicy
@@ -77,6 +77,7 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
         num_microbatches: number of micro-batches that a batch is cut into (default: twice the number of ranks in a
             pipeline).
         stages_per_rank: number of stages on each rank (default: 1, or 2 for schedules that use several).
+        schedule_options: :class:`ScheduleOptions`, communication of schedules with several stages on each rank.
         parallel: :class:`ParallelDims`, number of ranks in each parallel dimension (default: one pipeline).
         split: :class:`SplitOptions`, places at which the model is cut (default: the same number of layers on each
             stage).
@@ -110,6 +111,7 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
         *,
         num_microbatches: int | None = None,
         stages_per_rank: int | None = None,
+        schedule_options: ScheduleOptions | Mapping[str, Any] | None = None,
         parallel: ParallelDims | Mapping[str, Any] | None = None,
         split: SplitOptions | Mapping[str, Any] | None = None,
         batching: Batching | Mapping[str, Any] | None = None,
@@ -123,6 +125,7 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
     ) -> None:
         groups: dict[str, Any] = {"parallel": parallel, "split": split, "batching": batching}
         groups |= {"activation_checkpoint": activation_checkpoint, "compile_layers": compile_layers}
+        groups["schedule_options"] = schedule_options
         options = LLMOptions(schedule, num_microbatches, stages_per_rank, **groups, offload_optimizer=offload_optimizer)
         super().__init__(async_checkpoints=async_checkpoints, **arguments)
         self._set_uneven_policies(uneven_batches, uneven_evaluation)

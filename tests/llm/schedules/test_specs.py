@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch.distributed.pipelining.schedules import (
@@ -19,6 +21,7 @@ from lightning_pipe.engine import SetupError
 from lightning_pipe.llm.schedules.simulation import list_compute_actions
 from lightning_pipe.llm.schedules.specs import (
     SCHEDULES,
+    ScheduleOptions,
     _PlaceholderStage,
     count_stages_per_rank,
     instantiate_schedule,
@@ -167,3 +170,73 @@ def test_dualpipev_sends_what_a_forward_gives_before_the_backward_that_is_listed
                 assert str(following) == str(action).replace("F", "SEND_F")
                 sent += 1
     assert sent == 16
+
+
+# ---------------------------------------------------------------------- options
+
+
+def lowered(name: str, stages_per_rank: int = 2, **options: Any) -> list[list[str]]:
+    """Computations and messages of each rank."""
+    spec = resolve_schedule_spec(name, ScheduleOptions(**options))
+    count = 2 * stages_per_rank
+    stages = [_PlaceholderStage(index, count, 2) for index in stages_of_rank(spec, 0, 2, stages_per_rank)]
+    rows = instantiate_schedule(spec, stages, 8).pipeline_order_with_comms  # type: ignore[attr-defined]
+    return [list(map(str, row)) for row in rows.values()]
+
+
+def without_receives(actions: list[str]) -> list[str]:
+    return [action for action in actions if "RECV" not in action]
+
+
+def message(action: str) -> tuple[int, str, int]:
+    """Receiving stage, direction and micro-batch of a message that is sent or received."""
+    stage, kind, direction, microbatch = re.fullmatch(r"(\d+)(SEND|RECV)_(F|B)(\d+)", action).groups()  # type: ignore[union-attr]
+    step = 0 if kind == "RECV" else 1 if direction == "F" else -1
+    return int(stage) + step, direction, int(microbatch)
+
+
+SEVERAL = ["looped_bfs", "interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble", "dualpipev"]
+
+
+@pytest.mark.parametrize("name", SEVERAL)
+def test_deferred_receives_come_later_and_nothing_else_changes(name: str) -> None:
+    early, deferred = lowered(name), lowered(name, defer_pp_recv=True)
+    assert early != deferred
+    for row, other in zip(early, deferred, strict=True):
+        assert sorted(row) == sorted(other)
+        assert without_receives(row) == without_receives(other)
+        for received in {*row} - {*without_receives(row)}:
+            before, after = (without_receives(actions[: actions.index(received)]) for actions in (row, other))
+            assert len(before) <= len(after) < len(without_receives(row))
+    # Both ranks receive what the other sends in the order in which it is sent: messages have no names.
+    for row, other in (deferred, deferred[::-1]):
+        sent = [action for action in row if "SEND" in action]
+        received = [action for action in other if "RECV" in action]
+        assert [message(action) for action in sent] == [message(action) for action in received]
+
+
+@pytest.mark.parametrize("most", [1, 2, 4])
+def test_so_many_stages_are_gathered_at_a_time(most: int) -> None:
+    for row in lowered("interleaved_1f1b", 4, max_active_stages=most):
+        active: set[str] = set()
+        largest = 0
+        for action in row:
+            if action.endswith("UNSHARD"):
+                active.add(action.removesuffix("UNSHARD"))
+            elif action.endswith("RESHARD"):
+                active.remove(action.removesuffix("RESHARD"))
+            largest = max(largest, len(active))
+        assert largest == most
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+def test_options_of_schedules_with_several_stages_are_refused_for_others(name: str) -> None:
+    assert resolve_schedule_spec(name, ScheduleOptions()).options == ScheduleOptions()
+    with pytest.raises(SetupError, match=rf"defer_pp_recv=True.*schedule {name} does not run.*interleaved_1f1b"):
+        resolve_schedule_spec(name, ScheduleOptions(defer_pp_recv=True))
+
+
+@pytest.mark.parametrize("options", [{"defer_pp_recv": 1}, {"max_active_stages": 0}, {"max_active_stages": True}])
+def test_options_of_another_type_or_range_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(SetupError, match=next(iter(options))):
+        ScheduleOptions(**options)

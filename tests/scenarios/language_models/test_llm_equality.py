@@ -171,6 +171,37 @@ def test_a_pipeline_trains_as_one_device_with_the_whole_batch_within_rounding(ca
     assert not ranks_beyond_rounding(results, reference)
 
 
+# A schedule with options trains as without.
+OPTIONS: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "deferred receives": ("interleaved_zero_bubble", 2, {"schedule_options": {"defer_pp_recv": True}}),
+    "deferred receives in a V": ("dualpipev", 2, {"schedule_options": {"defer_pp_recv": True}}),
+    "few gathered stages": (
+        "interleaved_1f1b",
+        4,
+        {"schedule_options": {"max_active_stages": 1, "defer_pp_recv": True}, "dp_shard": 2, "stages_per_rank": 4},
+    ),
+}
+
+
+def run_with_options(rank: int, world: int, name: str) -> list[bool]:
+    schedule, _, options = OPTIONS[name]
+    without = {key: value for key, value in options.items() if key != "schedule_options"}
+    results = []
+    for arguments in (without, options):
+        module = Tiny(8, optimizer="adamw")
+        fit(module, llm(schedule, 8, **arguments), row_batches(3, rows=8))
+        results.append((module.losses, values_of(module.model)))
+    (losses, values), (other_losses, other_values) = results
+    return [losses == other_losses, *(torch.equal(values[key], other_values[key]) for key in values)]
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_of_a_schedule_change_no_value(name: str) -> None:
+    for equal in run_ranks(run_with_options, OPTIONS[name][1], name):
+        assert len(equal) > 1
+        assert all(equal)
+
+
 @pytest.mark.parametrize("case", of_two_ranks_often(HF_CASES))
 def test_models_of_hugging_face_train_split_and_untouched(case: HFCase) -> None:
     module = TinyHF(hf_config(case.model_type, case.layers), chunk_tokens=8, optimizer="adamw")
