@@ -98,6 +98,7 @@ __all__ = [
     "set_optimizer_in_backward",
     "storage_key",
     "supports_amp_scaling",
+    "trace_compiled_functions_as_plain",
     "tree_flatten",
     "tree_leaves",
     "tree_map",
@@ -259,6 +260,11 @@ def set_donated_buffers(donated: bool) -> bool:
     before: bool = torch._functorch.config.donated_buffer
     torch._functorch.config.donated_buffer = donated
     return before
+
+
+def trace_compiled_functions_as_plain() -> Any:
+    """Context in which ``torch.fx`` traces the original of a compiled function, instead of raising an error."""
+    return torch._dynamo.config.patch(error_on_nested_fx_trace=False)
 
 
 def allow_dynamic_sizes_below_two() -> Any:
