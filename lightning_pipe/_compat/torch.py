@@ -86,6 +86,7 @@ __all__ = [
     "is_profiler_enabled",
     "is_view",
     "leak_cpp_references",
+    "make_tensor_subclass",
     "pop_dispatch_mode",
     "pop_function_mode",
     "push_dispatch_mode",
@@ -239,6 +240,12 @@ def get_operator_schema(operator: Any) -> Any:
 def is_view(tensor: torch.Tensor) -> bool:
     """Return True if autograd treats *tensor* as a view of another tensor."""
     return tensor._is_view()
+
+
+def make_tensor_subclass(kind: type[torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of a subclass over the same memory, which is not a view of *tensor*."""
+    made: torch.Tensor = torch.Tensor._make_subclass(kind, tensor)
+    return made
 
 
 def storage_key(tensor: torch.Tensor | torch.UntypedStorage) -> int:
