@@ -87,6 +87,7 @@ __all__ = [
     "is_profiler_enabled",
     "is_view",
     "leak_cpp_references",
+    "make_tensor_subclass",
     "pop_dispatch_mode",
     "pop_function_mode",
     "push_dispatch_mode",
@@ -99,6 +100,7 @@ __all__ = [
     "set_optimizer_in_backward",
     "storage_key",
     "supports_amp_scaling",
+    "trace_compiled_functions_as_plain",
     "tree_flatten",
     "tree_leaves",
     "tree_map",
@@ -241,6 +243,12 @@ def is_view(tensor: torch.Tensor) -> bool:
     return tensor._is_view()
 
 
+def make_tensor_subclass(kind: type[torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of a subclass over the same memory, which is not a view of *tensor*."""
+    made: torch.Tensor = torch.Tensor._make_subclass(kind, tensor)
+    return made
+
+
 def storage_key(tensor: torch.Tensor | torch.UntypedStorage) -> int:
     """Key of a storage, unique among all storages that exist at the same time."""
     storage = tensor.untyped_storage() if isinstance(tensor, torch.Tensor) else tensor
@@ -260,6 +268,11 @@ def set_donated_buffers(donated: bool) -> bool:
     before: bool = torch._functorch.config.donated_buffer
     torch._functorch.config.donated_buffer = donated
     return before
+
+
+def trace_compiled_functions_as_plain() -> Any:
+    """Context in which ``torch.fx`` traces the original of a compiled function, instead of raising an error."""
+    return torch._dynamo.config.patch(error_on_nested_fx_trace=False)
 
 
 def allow_dynamic_sizes_below_two() -> Any:

@@ -1,6 +1,7 @@
 """Names of values that differ between a checkpoint and a module only in ``torch.compile``.
 
 ``torch.compile(module)`` inserts a level into the names of the module's values. ``module.compile()`` does not.
+Checkpoints have the names without this level.
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ class CompiledNameMap:
     """Names of a module's values, to which names in a checkpoint are converted."""
 
     def __init__(self, names: Iterable[str]) -> None:
-        self._names = {_strip_compiled_prefix(name): name for name in names}
+        self._names = {plain_name(name): name for name in names}
 
     def __call__(self, name: str) -> str:
-        """Return the module's name of a value; the same name if the module has no such value."""
-        return self._names.get(_strip_compiled_prefix(name), name)
+        """Return the module's name of a value; the plain name if the module has no such value."""
+        name = plain_name(name)
+        return self._names.get(name, name)
 
     def rename_keys(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return values under the module's names."""
@@ -45,5 +47,11 @@ class CompiledNameMap:
         )
 
 
-def _strip_compiled_prefix(name: str) -> str:
+def plain_name(name: str) -> str:
+    """Return a name without the levels that ``torch.compile`` inserts."""
     return name.replace(f"{COMPILED}.", "") if COMPILED in name else name
+
+
+def under_plain_names(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values under their names without the levels that ``torch.compile`` inserts."""
+    return {plain_name(name): value for name, value in values.items()}

@@ -28,10 +28,18 @@ class Served(Clicks):
         return loader()
 
 
+class Compiled(Served):
+    def __init__(self) -> None:
+        super().__init__()
+        network: Any = self.network
+        network.over = torch.compile(network.over, backend="eager")
+
+
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("export")
     (folder / "config.yaml").write_text(CONFIG)
+    (folder / "compiled.yaml").write_text(CONFIG.replace("Served", "Compiled"))
     used = fit(Served(), recsys(optimizer=None), max_epochs=1, limit_val_batches=0)
     used.save_checkpoint(folder / "one.ckpt")
     used.save_checkpoint(folder / "other.ckpt")
@@ -71,6 +79,20 @@ def test_quantized_tables_and_rows(checkpoint: Path, tmp_path: Path) -> None:
     assert torch.jit.load(tmp_path / "model.pt") is not None
     assert run(checkpoint, "rows", tmp_path / "tables") == 0
     assert len(pq.read_table(next((tmp_path / "tables").glob("*people*.parquet")))) == 24
+
+
+def test_a_compiled_model_gives_the_programs_of_the_model(checkpoint: Path, tmp_path: Path) -> None:
+    readers = {"torch_export": lambda path: torch.export.load(path).module(), "quantized": torch.jit.load}
+    for kind, read in readers.items():
+        outputs = []
+        for config in ("config", "compiled"):
+            out = tmp_path / f"{config} {kind}.pt2"
+            assert run(checkpoint, kind, out, "--config", str(checkpoint.parent / f"{config}.yaml")) == 0
+            batch = next(iter(loader()))
+            given = [batch.dense, batch.sparse.values(), batch.sparse.lengths().view(4, -1)]
+            with torch.no_grad():
+                outputs.append(read(out)(*given))
+        assert torch.equal(*outputs)
 
 
 def test_wrong_calls_say_what_to_give(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from lightning_pipe._compat.torch import tree_leaves
+from lightning_pipe._compat.torch import make_tensor_subclass, tree_leaves
 from lightning_pipe._compat.torchrec import set_kjt_tensors
 from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.recsys.batches.traversal import iterate_leaves
@@ -112,7 +112,8 @@ class ReleasedTensor(Tensor):
 
 
 def _make_released_tensor(tensor: Tensor) -> Tensor:
-    return torch.empty_like(tensor, device="meta").as_subclass(ReleasedTensor)
+    # Not as_subclass(), whose result is a view: torch.compile would read its base.
+    return make_tensor_subclass(ReleasedTensor, torch.empty_like(tensor, device="meta"))
 
 
 def shallow_copy_arguments(call: Arguments) -> Arguments:

@@ -584,6 +584,7 @@ class ModelRewrite:
                 prefetches.enter_context(entry.block_prefetch())
             self.tables_backward.run(embeddings, scale, agree_unused)
 
+    @torch.compiler.disable
     def _run_replaced_forward(self, entry: ShardedModuleEntry, /, *positional: Any, **named: Any) -> Any:
         embeddings, call = self._serving, (positional, named)
         if embeddings is not None and entry.name in embeddings.ready:
@@ -622,6 +623,7 @@ class ModelRewrite:
         name, forms = announced
         self._sharded[name].run_empty_lookup(forms)
 
+    @torch.compiler.disable
     def _get_or_run_postprocess(self, name: str, forward: Callable[..., Any], /, *positional: Any, **named: Any) -> Any:
         if self._serving is not None and self._serving.inputs.postprocessed.matches(name, positional, named):
             return self._serving.inputs.postprocessed.result(name)

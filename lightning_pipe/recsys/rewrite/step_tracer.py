@@ -19,6 +19,7 @@ from torch.fx import Node
 from torchrec.distributed.train_pipeline.tracing import Tracer
 from torchrec.distributed.types import ShardedModule
 
+from lightning_pipe._compat.torch import COMPILED, trace_compiled_functions_as_plain
 from lightning_pipe._compat.torchrec import leaf_module_names
 from lightning_pipe.recsys.batches.traversal import AttributeStep, ItemStep
 from lightning_pipe.recsys.modules.call_arguments import (
@@ -81,7 +82,8 @@ class _StepTracer(Tracer):
     def trace_until_modules_called(self, model: torch.nn.Module) -> str | None:
         """Trace until all sharded modules were called. Return None, or the error that stopped the trace before."""
         try:
-            self.trace(model)
+            with trace_compiled_functions_as_plain():
+                self.trace(model)
         except _StopTracing:
             return None
         except Exception as error:  # any error of the user's step with a proxy
@@ -143,6 +145,9 @@ def _convert_node_to_path_step(node: Node) -> AttributeStep | ItemStep | None:
 def _find_postprocess_source(node: Node, batch: Node | None, model: torch.nn.Module) -> Postprocessed:
     name = str(node.target)
     module = model.get_submodule(name)
+    if hasattr(module, COMPILED):
+        # The original runs ahead: optimizers of PyTorch round otherwise while another thread compiles.
+        name, module = f"{name}.{COMPILED}", model.get_submodule(f"{name}.{COMPILED}")
     if any(isinstance(child, ShardedModule) for child in module.modules()):
         raise _UnknownArgumentError(f"its argument depends on the output of the sharded module {name!r}")
     calls = [call for call in node.graph.nodes if call.op == "call_module" and call.target == node.target]

@@ -17,7 +17,11 @@ from torch.fx import GraphModule
 from torchrec.fx import symbolic_trace
 from torchrec.inference.modules import quantize_inference_model
 
-from lightning_pipe._compat.torch import allow_dynamic_sizes_below_two, compile_and_package
+from lightning_pipe._compat.torch import (
+    allow_dynamic_sizes_below_two,
+    compile_and_package,
+    trace_compiled_functions_as_plain,
+)
 from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.recsys.serving.batch_spec import BatchSpec, Scorer, unsharded_table_configs
 
@@ -102,7 +106,7 @@ def write_quantized(model: nn.Module, batch: Any, file: str | Path, bits: int = 
     form = BatchSpec(batch)
     quantized = quantize_inference_model(copy.deepcopy(model), quantization_dtype=_WIDTHS[bits])
     try:
-        with torch.no_grad():
+        with torch.no_grad(), trace_compiled_functions_as_plain():
             traced = _trace_with_fx(copy.deepcopy(quantized), form)  # a module can be traced once
             traced.graph.eliminate_dead_code()
             inputs = zip(form.names, (node for node in traced.graph.nodes if node.op == "placeholder"), strict=True)

@@ -22,6 +22,7 @@ from torchrec.distributed.types import CacheParams, ModuleSharder, ShardingEnv, 
 
 from lightning_pipe._compat.managed_collision import sharded_id_maps
 from lightning_pipe._compat.torch import set_optimizer_in_backward
+from lightning_pipe.checkpoints.compiled_names import plain_name
 from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.engine.common.options import parse_option_group
 from lightning_pipe.engine.ranks.agreement import check_agreement
@@ -319,7 +320,7 @@ def _open_dynamic_rows(model: ShardedModel, seed: int, group: dist.ProcessGroup,
                 for table in model.tables.values()
                 if table.module_name == name
             }
-            model.dynamic_rows[name] = open_rows(name, sharded, table_optimizers, seed, group, device)
+            model.dynamic_rows[plain_name(name)] = open_rows(name, sharded, table_optimizers, seed, group, device)
 
 
 def _describe_table(table: Table, parameter: nn.Parameter, optimizer: TableOptimizerSpec) -> list[str]:

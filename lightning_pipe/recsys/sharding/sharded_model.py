@@ -15,6 +15,7 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 
 from lightning_pipe._compat.torch import ShardedTensor
 from lightning_pipe._compat.torchrec import lookups_of
+from lightning_pipe.checkpoints.compiled_names import plain_name
 from lightning_pipe.engine.common.errors import SetupError
 from lightning_pipe.engine.common.safe_text import short_repr
 from lightning_pipe.engine.ranks.object_collectives import all_gather_objects
@@ -43,7 +44,7 @@ class ShardedModel:
         sharded_modules: TorchRec's sharded modules by name.
         tables: description of each table, by the name of its parameter.
         fused_optimizer: TorchRec's optimizer over all tables, replicated ones included, for checkpoints.
-        dynamic_rows: rows of dynamic modules on this rank, by the module's name.
+        dynamic_rows: rows of dynamic modules on this rank, by the module's name without the level of ``torch.compile``.
         replicas: averages the replicas of the tables; None if they are sharded over all ranks.
         id_maps: maps from ids to rows of managed-collision tables; false without any.
     """
@@ -263,7 +264,7 @@ class ShardedModel:
         if table.is_dynamic:
             raise SetupError(
                 f"table {table.name} is a dynamic table, which has no fixed size and no whole tensor. Read its rows"
-                f" from dynamic_rows[{table.module_name!r}].rows({table.config.name!r})."
+                f" from dynamic_rows[{plain_name(table.module_name)!r}].rows({table.config.name!r})."
             )
         return table
 

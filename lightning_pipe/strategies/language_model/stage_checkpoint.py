@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_pipe._compat.torch import set_element
-from lightning_pipe.checkpoints.compiled_names import CompiledNameMap
+from lightning_pipe.checkpoints.compiled_names import CompiledNameMap, plain_name, under_plain_names
 from lightning_pipe.checkpoints.folder_reading import (
     allocate_target,
     find_checkpoint_mismatches,
@@ -70,22 +70,24 @@ def save_stage_checkpoint(
         for alias, name in names.items()
     }
     if tied:
-        meta[TIED] = tied
+        meta[TIED] = {plain_name(alias): plain_name(name) for alias, name in tied.items()}
     if (text := serialize_lora_config(getattr(module, "model", None))) is not None:
         meta[ADAPTER] = text
-    state: dict[str, Any] = {MODEL: {name: value for name, value in checkpoint[MODEL].items() if name not in tied}}
+    values = {name: value for name, value in checkpoint[MODEL].items() if name not in tied}
+    state: dict[str, Any] = {MODEL: under_plain_names(values)}
     if OPTIMIZERS in checkpoint:
         names_by_optimizer = optimizer_parameter_names(
             optimizers, module, f"the checkpoint {str(path)!r} cannot be written"
         )
         groups = []
-        for number, (names, packed) in enumerate(zip(names_by_optimizer, checkpoint[OPTIMIZERS], strict=True)):
+        for number, (own_names, packed) in enumerate(zip(names_by_optimizer, checkpoint[OPTIMIZERS], strict=True)):
+            names = [*map(plain_name, own_names)]
             state[get_optimizer_checkpoint_key(number)] = {
                 "state": {names[index]: value for index, value in packed["state"].items()}
             }
             groups.append([replace_numbers_by_names(group, names) for group in packed["param_groups"]])
         meta[OPTIMIZERS] = [
-            {"param_groups": merge_param_groups_of_ranks(ranks, order)}
+            {"param_groups": merge_param_groups_of_ranks(ranks, [*map(plain_name, order)])}
             for ranks in zip(*all_gather_objects(groups, dist.group.WORLD), strict=True)
         ]
     write(path, state, meta)

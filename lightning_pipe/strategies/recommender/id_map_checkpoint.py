@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from lightning_pipe._compat.managed_collision import id_map_name, is_id_map_entry
+from lightning_pipe.checkpoints.compiled_names import plain_name
 from lightning_pipe.checkpoints.folder_reading import allocate_target, load_state_no_dist
 from lightning_pipe.checkpoints.remote_folder import Folder
 from lightning_pipe.engine import SetupError
@@ -71,7 +72,7 @@ class IdMapCheckpointLoader:
 
     def _read_id_histories_by_rank(self, name: str) -> dict[int, dict[str, Tensor]]:
         """Windows of a map, by rank of the checkpoint."""
-        keys_by_rank: dict[int, list[str]] = {}
+        name, keys_by_rank = plain_name(name), dict[int, list[str]]()
         for path in (self._saved.planner_data or {}).values():
             if path[0] == HISTORIES and str(path[1]).rpartition("/")[0] == name:
                 keys_by_rank.setdefault(int(path[1].rpartition("/")[2]), []).append(path[2])

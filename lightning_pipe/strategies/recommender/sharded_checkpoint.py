@@ -14,7 +14,7 @@ import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_pipe._compat.managed_collision import is_id_map_entry
-from lightning_pipe.checkpoints.compiled_names import CompiledNameMap
+from lightning_pipe.checkpoints.compiled_names import CompiledNameMap, under_plain_names
 from lightning_pipe.checkpoints.folder_reading import (
     find_checkpoint_mismatches,
     gather_state_sizes,
@@ -56,14 +56,16 @@ def save_sharded_checkpoint(
     """Write Lightning's checkpoint of a sharded model to a folder. Every rank calls this function."""
     sharded.sync_replicas()  # in place, so the tensors in the dictionary are averaged too
     rest = {key: value for key, value in checkpoint.items() if key not in ("state_dict", TRAINED)}
-    state = {"model": sharded.drop_dynamic_entries(checkpoint["state_dict"])}
+    state = {"model": under_plain_names(sharded.drop_dynamic_entries(checkpoint["state_dict"]))}
     if TRAINED in checkpoint:
-        state[TRAINED] = checkpoint[TRAINED]
+        state[TRAINED] = under_plain_names(checkpoint[TRAINED])
     if "optimizer_states" in checkpoint:
-        state |= _get_table_optimizer_states(sharded)
-        rest[TABLE_OPTIMIZERS] = {name: table.resolved_optimizer.name for name, table in sharded.tables.items()}
+        for key, part in _get_table_optimizer_states(sharded).items():
+            state[key] = {**part, "state": under_plain_names(part["state"])}
+        kinds = {name: table.resolved_optimizer.name for name, table in sharded.tables.items()}
+        rest[TABLE_OPTIMIZERS] = under_plain_names(kinds)
         if histories := sharded.id_maps.collect_id_histories():
-            state[HISTORIES] = histories
+            state[HISTORIES] = under_plain_names(histories)
     dumped = sharded.prepare_row_dump() if sharded.dynamic_rows else None
     if dumped is not None:
         rest[DYNAMIC_ROWS] = dumped.committed

@@ -10,8 +10,28 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor, nn
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingBagCollection
+from torchrec.modules.mc_modules import DistanceLFU_EvictionPolicy
 
-from tests.strategies.cases import ADAGRAD, Clicks, Pooled, fit, loader, recsys, state_of
+from lightning_pipe.checkpoints.export import export_checkpoint
+from lightning_pipe.recsys import DynamicEmbeddingBagCollection, DynamicTable
+from tests.distributed import run_ranks
+from tests.strategies.cases import (
+    ADAGRAD,
+    IDS,
+    WIDTH,
+    Batch,
+    Clicks,
+    Pooled,
+    fit,
+    loader,
+    mapped,
+    predictions,
+    recsys,
+    state_of,
+)
+from tests.strategies.cases import trainer as trainer_of_tables
 from tests.strategies.llm_cases import Tiny, TinyLM, llm, row_batches, trainer, values_of
 from tests.strategies.llm_cases import fit as fit_language_model
 from tests.strategies.llm_cases import loader as language_model_loader
@@ -52,6 +72,36 @@ class Shop(Clicks):
         return loader()
 
 
+class Mapped(Pooled):
+    """Ids of one table are mapped to its rows, by a module whose windows are in checkpoints, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        people = self.bags.embedding_bag_configs()[:1]
+        self.mapped = ManagedCollisionEmbeddingBagCollection(
+            EmbeddingBagCollection(tables=people), mapped(people, DistanceLFU_EvictionPolicy, IDS)
+        )
+        self.over = nn.Sequential(nn.Linear(3 + 5 * WIDTH, 1))
+
+    def forward(self, batch: Batch) -> Tensor:
+        parts = [batch.dense, self.mapped(batch.sparse)[0].values(), self.bags(batch.sparse).values()]
+        return self.over(torch.cat(parts, dim=1))[:, 0]
+
+
+class Unbounded(nn.Module):
+    """A table without a size, in a store of its own."""
+
+    def __init__(self, store: Path) -> None:
+        super().__init__()
+        table = DynamicTable(
+            name="people", feature_names=["user"], embedding_dim=WIDTH, cache_rows=96, initial={"uniform": [-0.5, 0.5]}
+        )
+        self.bags = DynamicEmbeddingBagCollection([table], store, seed=3)
+        self.over = nn.Sequential(nn.Linear(3 + WIDTH, 1))
+
+    forward = Pooled.forward
+
+
 def under_plain_names(values: dict[str, Any]) -> dict[str, Any]:
     return {name.replace("_orig_mod.", ""): value for name, value in values.items()}
 
@@ -60,21 +110,92 @@ def same(found: dict[str, Any], expected: dict[str, Any]) -> bool:
     return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
 
 
+def names_of_torch_compile(checkpoint: Path) -> list[str]:
+    """Files of a checkpoint that have a name which ``torch.compile`` changed."""
+    return [str(path) for path in checkpoint.rglob("*") if path.is_file() and b"_orig_mod" in path.read_bytes()]
+
+
+class Saving(pl.Callback):
+    """Writes a checkpoint in the second epoch."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == 8:
+            trainer.save_checkpoint(self.path)
+
+
 @pairs
 @pytest.mark.parametrize("name", ["pipeline", "recsys"])
 def test_a_run_goes_on_exactly_from_a_checkpoint_with_other_compiled_modules(
     name: str, first: Change, second: Change, tmp_path: Path
 ) -> None:
-    def run(change: Change, epochs: int, path: Path | None = None) -> tuple[Clicks, pl.Trainer]:
+    def run(change: Change, **options: Any) -> pl.Trainer:
         module = Clicks()
         module.network.over = change(module.network.over)
-        return module, fit(module, recsys() if name == "recsys" else "pipeline", max_epochs=epochs, ckpt_path=path)
+        return fit(module, recsys() if name == "recsys" else "pipeline", max_epochs=2, **options)
 
-    _, expected = run(plain, 2)
-    _, half = run(first, 1)
-    half.save_checkpoint(tmp_path / "half.ckpt")
-    _, whole = run(second, 2, tmp_path / "half.ckpt")
-    assert same(under_plain_names(state_of(whole)), state_of(expected))
+    path = tmp_path / "part.ckpt"
+    expected = state_of(run(plain))
+    run(first, callbacks=[Saving(path)])
+    assert same(under_plain_names(state_of(run(second, ckpt_path=path))), expected)
+    if name == "recsys":
+        assert names_of_torch_compile(path) == []
+
+
+NETWORKS: dict[str, Callable[[Path], nn.Module]] = {
+    "tables": lambda _: Pooled(),
+    "mapped ids": lambda _: Mapped(),
+    "dynamic tables": Unbounded,
+}
+
+
+def all_in_one(module: Clicks) -> Any:
+    """One optimizer for tables, which the strategy removes from it, and the rest."""
+    return torch.optim.Adam(module.parameters(), lr=0.05)
+
+
+def resumed_with_tables(rank: int, world: int, network: str, folder: Path) -> list[Any]:
+    """Losses that differ after a run resumes with the other kind of module, and names that are in the checkpoint."""
+
+    def run(change: Change, store: str, **options: Any) -> list[float]:
+        module = Clicks(lambda: change(nn.Sequential(NETWORKS[network](folder / store))), optimizers=all_in_one)
+        strategy = recsys("prefetch" if network == "dynamic tables" else "compute_ahead")
+        data = loader(24 * world, in_order=True)
+        fit(module, strategy, data, max_epochs=2, use_distributed_sampler=False, **options)
+        return module.losses
+
+    results: list[Any] = []
+    for first, second in ((wrapped, plain), (plain, wrapped)):
+        path = folder / f"{first.__name__}.ckpt"
+        whole = run(first, f"first {first.__name__}", callbacks=[Saving(path)])
+        rest = run(second, f"second {first.__name__}", ckpt_path=path)
+        differing = [pair for pair in zip(whole[8:], rest, strict=True) if pair[0] != pair[1]]
+        results.append((differing, names_of_torch_compile(path)))
+    return results
+
+
+@pytest.mark.parametrize("network", NETWORKS)
+def test_a_run_goes_on_exactly_with_tables_in_a_compiled_module(network: str, tmp_path: Path) -> None:
+    for world in (1, 2):
+        folder = tmp_path / str(world)
+        folder.mkdir()
+        assert run_ranks(resumed_with_tables, world, network, folder) == [[([], []), ([], [])]] * world
+
+
+def test_a_checkpoint_of_compiled_parts_is_evaluated_and_exported_without_them(tmp_path: Path) -> None:
+    module = Shop(nested)
+    fit(module, recsys(optimizer=None), max_epochs=1, limit_val_batches=0).save_checkpoint(tmp_path / "one.ckpt")
+    export_checkpoint(tmp_path / "one.ckpt", tmp_path / "one.pt")
+    unsharded = Clicks()
+    unsharded.load_state_dict(torch.load(tmp_path / "one.pt")["state_dict"])
+    expected = predictions(trainer_of_tables("auto"), unsharded, loader())
+    for change in (plain, wrapped):
+        used = trainer_of_tables(recsys())
+        used.validate(Shop(change), loader(), ckpt_path=tmp_path / "one.ckpt", verbose=False)
+        batches: Any = used.predict(Shop(change), loader(), ckpt_path=tmp_path / "one.ckpt")
+        assert torch.equal(torch.cat(batches), expected)
 
 
 def test_tables_inside_a_compiled_module_start_with_their_values_and_states(tmp_path: Path) -> None:
@@ -137,5 +258,6 @@ def test_a_language_model_goes_on_from_other_compiled_layers(first: Change, seco
     expected, _ = run(plain, 2)
     _, half = run(first, 1)
     half.save_checkpoint(tmp_path / "half.ckpt")
+    assert names_of_torch_compile(tmp_path / "half.ckpt") == []
     found, _ = run(second, 2, tmp_path / "half.ckpt")
     assert same(found, expected)
