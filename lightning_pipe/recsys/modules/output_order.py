@@ -239,3 +239,37 @@ def wait_output(output: Any) -> Any:
     if isinstance(output, tuple):
         return tuple(wait_output(part) for part in output)
     return output.wait() if isinstance(output, Awaitable) else output
+
+
+def detach_output(output: Any) -> Any:
+    """Return an output of a sharded module with the same values and without gradients."""
+    return map_output_tensors(output, lambda tensor, _: tensor.detach())
+
+
+def map_output_tensors(output: Any, change: Callable[[torch.Tensor, str], torch.Tensor], name: str = "") -> Any:
+    """Return an output of a sharded module with each tensor replaced by ``change(tensor, name of its feature)``."""
+    if isinstance(output, torch.Tensor):
+        return change(output, name)
+    if isinstance(output, OrderedKeyedTensor):
+        return OrderedKeyedTensor(map_output_tensors(output.source, change, name), output.keys())
+    if isinstance(output, KeyedTensor):
+        return KeyedTensor(
+            keys=output.keys(),
+            length_per_key=output.length_per_key(),
+            values=change(output.values(), name),
+            key_dim=output.key_dim(),
+            offset_per_key=output.offset_per_key(),
+        )
+    if isinstance(output, JaggedTensor):
+        return JaggedTensor(
+            values=change(output.values(), name),
+            weights=output.weights_or_none(),
+            lengths=output.lengths_or_none(),
+            offsets=output.offsets_or_none(),
+        )
+    if isinstance(output, dict):
+        return {key: map_output_tensors(value, change, str(key)) for key, value in output.items()}
+    if isinstance(output, tuple):
+        return tuple(map_output_tensors(value, change, name) for value in output)
+    assert output is None or isinstance(output, KeyedJaggedTensor), type(output)  # ids: not differentiable
+    return output

@@ -69,6 +69,7 @@ class Table:
     config: BaseEmbeddingConfig  # config.name is users
     optimizer: TableOptimizerSpec | None = None  # until it is resolved
     sharding_type: str = ""  # until it is planned
+    is_frozen: bool = False  # together with all tables of its module
 
     @property
     def module_state_dict_key(self) -> str:

@@ -11,14 +11,12 @@ would raise an autograd error instead of giving a wrong gradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
-from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from lightning_pipe._compat.torch import is_view
-from lightning_pipe.recsys.modules.output_order import OrderedKeyedTensor
+from lightning_pipe.recsys.modules.output_order import map_output_tensors
 
 
 class EmbeddingCut:
@@ -70,37 +68,4 @@ def cut_autograd_at_tensor(source: torch.Tensor, cuts: list[EmbeddingCut], name:
 
 def cut_autograd_at_output(output: Any, cuts: list[EmbeddingCut]) -> Any:
     """Cut every differentiable tensor in a sharded module's awaited output."""
-    return _map_tensors(output, lambda tensor, name: cut_autograd_at_tensor(tensor, cuts, name), "")
-
-
-def detach_output(output: Any) -> Any:
-    """Return the output of :func:`cut_autograd_at_output` under ``no_grad``: the same values without gradients."""
-    return _map_tensors(output, lambda tensor, _: tensor.detach(), "")
-
-
-def _map_tensors(output: Any, change: Callable[[torch.Tensor, str], torch.Tensor], name: str) -> Any:
-    if isinstance(output, torch.Tensor):
-        return change(output, name)
-    if isinstance(output, OrderedKeyedTensor):
-        return OrderedKeyedTensor(_map_tensors(output.source, change, name), output.keys())
-    if isinstance(output, KeyedTensor):
-        return KeyedTensor(
-            keys=output.keys(),
-            length_per_key=output.length_per_key(),
-            values=change(output.values(), name),
-            key_dim=output.key_dim(),
-            offset_per_key=output.offset_per_key(),
-        )
-    if isinstance(output, JaggedTensor):
-        return JaggedTensor(
-            values=change(output.values(), name),
-            weights=output.weights_or_none(),
-            lengths=output.lengths_or_none(),
-            offsets=output.offsets_or_none(),
-        )
-    if isinstance(output, dict):
-        return {key: _map_tensors(value, change, str(key)) for key, value in output.items()}
-    if isinstance(output, tuple):
-        return tuple(_map_tensors(value, change, name) for value in output)
-    assert output is None or isinstance(output, KeyedJaggedTensor), type(output)  # ids: not differentiable
-    return output
+    return map_output_tensors(output, lambda tensor, name: cut_autograd_at_tensor(tensor, cuts, name))

@@ -55,7 +55,7 @@ from lightning_pipe.recsys.kernels.row_adam import get_attached_row_optimizer
 from lightning_pipe.recsys.modules.call_arguments import Arguments, CallArguments, PostprocessResults, same_arguments
 from lightning_pipe.recsys.modules.dynamic_modules import is_dynamic
 from lightning_pipe.recsys.modules.ids_on_wire import IdsOnWire
-from lightning_pipe.recsys.modules.output_order import wait_output
+from lightning_pipe.recsys.modules.output_order import detach_output, wait_output
 from lightning_pipe.recsys.rewrite.batch_state import (
     AheadLookup,
     DistributedFeatures,
@@ -66,7 +66,6 @@ from lightning_pipe.recsys.rewrite.batch_state import (
     PendingSplits,
     release_pinned_rows,
 )
-from lightning_pipe.recsys.rewrite.boundary import detach_output
 from lightning_pipe.recsys.rewrite.call_recorder import Recorder
 from lightning_pipe.recsys.rewrite.divided_lookup import DividedOutputDist, DivisionExchange, RowDivision
 from lightning_pipe.recsys.rewrite.early_release import EarlyRelease, shallow_copy_arguments

@@ -19,6 +19,7 @@ from torch import nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner import ParameterConstraints, Topology
 from torchrec.distributed.types import CacheParams, ModuleSharder, ShardingEnv, ShardingPlan
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
 from lightning_pipe._compat.managed_collision import sharded_id_maps
 from lightning_pipe._compat.torch import set_optimizer_in_backward
@@ -60,8 +61,8 @@ from lightning_pipe.recsys.sharding.table_values import (
     local_shards,
 )
 
-# Optimizer of tables that are only evaluated. It has no state.
-_NO_STEP = SparseOptimizerConfig(torch.optim.SGD, {"lr": 0.0})
+# Optimizer of tables that are frozen or only evaluated. It has no state.
+_NO_STEP = TableOptimizerSpec(torch.optim.SGD, {"lr": 0.0}, torch.optim.SGD, row_wise_state=False)
 
 
 @dataclass(frozen=True)
@@ -133,8 +134,8 @@ def shard_model(
         replicas: groups of ranks that each shard all tables and average them with each other; see
             ``replicas.make_replica_groups``. The plan and the topology are then those of one replica, while ``group``
             still has all ranks. By default all ranks shard the tables.
-        trains: False to evaluate only (default True). Tables then need no optimizer and may be frozen, and those that
-            have none, or are frozen, cannot be trained later.
+        trains: False to evaluate only (default True). Tables then need no optimizer, and any may be frozen. The tables
+            without an optimizer, and those frozen in a module that also has other tables, cannot be trained later.
         fused_params: arguments of tables with a cache of rows; see ``ShardingOptions``. Not with
             *sharders*, which bring their own.
 
@@ -235,17 +236,17 @@ def _inspect_unsharded_module(
     trains: bool,
 ) -> _UnshardedModuleInfo:
     """Read and check everything that may be wrong on one rank only, without communication."""
-    pairs = find_tables(module)
+    pairs, refused = _find_frozen_tables(find_tables(module))
     default = None if sparse_optimizer is None else SparseOptimizerConfig.from_config(sparse_optimizer)
     optimizers: list[TableOptimizerSpec] = []
     without: list[str] = []
     for table, parameter in pairs:
         check_data_type(table, device)
-        optimizer = resolve_table_optimizer(table.name, parameter, default, device, table.is_dynamic)
-        if optimizer is None:
-            without.append(table.name)
-            optimizer = resolve_table_optimizer(table.name, parameter, _NO_STEP, device, table.is_dynamic)
-            assert optimizer is not None
+        optimizer = _NO_STEP
+        if parameter.requires_grad:
+            chosen = resolve_table_optimizer(table.name, parameter, default, device, table.is_dynamic)
+            without += [table.name] if chosen is None else []
+            optimizer = chosen or _NO_STEP
         optimizers.append(optimizer)
     if without and trains:
         raise SetupError(
@@ -254,12 +255,12 @@ def _inspect_unsharded_module(
             " only. Call torchrec.optim.apply_optimizer_in_backward on the tables' parameters, or set"
             " sparse_optimizer, for example {'class_path': 'torchrec.optim.RowWiseAdagrad', 'init_args': {'lr': 0.01}}."
         )
-    frozen = [table.name for table, parameter in pairs if not parameter.requires_grad]
-    if frozen and trains:
+    if refused and trains:
         raise SetupError(
-            f"{'table' if len(frozen) == 1 else 'tables'} {', '.join(frozen)} must not be trained (requires_grad is"
-            " False), but the optimizer fused into a lookup trains all rows that it looks up. Set requires_grad to"
-            " True, or call .detach() on the module's output, which leaves its tables unchanged."
+            f"{'table' if len(refused) == 1 else 'tables'} {', '.join(refused)} cannot be frozen (requires_grad is"
+            " False). Only all tables of an EmbeddingBagCollection or EmbeddingCollection can be frozen together. Move"
+            " them to such a module of their own, or set requires_grad to True and call .detach() on the module's"
+            " output, which leaves its tables unchanged."
         )
     tables = [
         table.with_optimizer_and_sharding(optimizer, "")
@@ -295,8 +296,22 @@ def _inspect_unsharded_module(
         dense,
         comms,
         replicas,
-        [*without, *frozen],
+        [*without, *refused],
     )
+
+
+def _find_frozen_tables(
+    pairs: Sequence[tuple[Table, nn.Parameter]],
+) -> tuple[list[tuple[Table, nn.Parameter]], list[str]]:
+    """Mark the tables of frozen modules, and return the names of the other tables that are frozen."""
+    trained = {table.module_name for table, parameter in pairs if parameter.requires_grad}
+    kinds = EmbeddingBagCollection, EmbeddingCollection
+    marked = [
+        (replace(table, is_frozen=table.module_name not in trained and table.module_type in kinds), parameter)
+        for table, parameter in pairs
+    ]
+    refused = [table.name for table, parameter in marked if not (parameter.requires_grad or table.is_frozen)]
+    return marked, refused
 
 
 def _resolve_kernel_optimizer(table: Table, device: torch.device) -> TableOptimizerSpec:
@@ -334,7 +349,7 @@ def _describe_table(table: Table, parameter: nn.Parameter, optimizer: TableOptim
         str(parameter.dtype),
         f"features {list(table.config.feature_names)}",
         *([] if pooling is None else [f"pooled by {pooling.name.lower()}"]),
-        f"trained by {optimizer.describe()}",
+        "frozen" if table.is_frozen else f"trained by {optimizer.describe()}",
     ]
     return [f"table {table.name} {line}" for line in properties]
 

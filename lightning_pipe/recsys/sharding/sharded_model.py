@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.distributed.types import ShardedModule
+from torchrec.distributed.types import LazyAwaitable, ShardedModule
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 
 from lightning_pipe._compat.torch import ShardedTensor
@@ -23,6 +24,7 @@ from lightning_pipe.recsys.dense.dense_optimizer import TableParameterRegistry
 from lightning_pipe.recsys.dense.dense_values import broadcast_from_first_rank
 from lightning_pipe.recsys.kernels.gradient_norm import get_total_table_grad_norm
 from lightning_pipe.recsys.kernels.kernel_calls import KernelOutputGradients
+from lightning_pipe.recsys.modules.output_order import detach_output
 from lightning_pipe.recsys.modules.tables import Table
 from lightning_pipe.recsys.sharding.data_parallel_tables import DataParallelTables, unwrap_lookups
 from lightning_pipe.recsys.sharding.id_maps import IdMaps
@@ -72,13 +74,16 @@ class ShardedModel:
         self._data_parallel = DataParallelTables(group)
         parameters = dict(self.module.named_parameters())
         for name in self.tables:
-            install_table_freezing_check(name, parameters[name])
+            install_table_freezing_check(name, parameters[name], self.tables[name].is_frozen)
             self._table_parameters.add_sharded(name, parameters[name])
         optimizers = {table.name: table.resolved_optimizer for table in tables}
         for module_name, sharded in self.sharded_modules.items():
             names = {table.config.name: table.name for table in tables if table.module_name == module_name}
             lookups = lookups_of(sharded)
             unwrap_lookups(lookups)
+            if any(self.tables[name].is_frozen for name in names.values()):
+                _detach_outputs(sharded)
+                continue
             for lookup in lookups:
                 self._data_parallel.add(lookup, names, optimizers, parameters)
         self.fused_optimizer = CombinedOptimizer(
@@ -86,9 +91,13 @@ class ShardedModel:
         )
         # Initial rate of a dense optimizer in a search (Lightning's learning-rate finder), by the rate that it found.
         self.searched_rates: dict[float, float] = {}
-        self._rates = {name: table.learning_rate for name, table in self.tables.items()}
+        self._rates = {name: table.learning_rate for name, table in self.tables.items() if not table.is_frozen}
         self._rate_factor: float | None = 1.0  # None if the rates were set otherwise
-        self._kernels = dict(_iterate_kernel_optimizers("", self.fused_optimizer))
+        self._kernels = {
+            optimizer: names
+            for optimizer, names in _iterate_kernel_optimizers("", self.fused_optimizer)
+            if names[0] in self._rates
+        }
         self.id_maps = IdMaps(self.sharded_modules, self._get_local_rows_and_states, self._shard_group)
         self._rate_groups = _merge_shared_kernel_groups(
             all_gather_objects([sorted(names) for names in self._kernels.values()], group)
@@ -150,8 +159,9 @@ class ShardedModel:
             self.replicas.average()
 
     def _get_table_and_optimizer_states(self) -> list[Mapping[str, Any]]:
-        """State dicts of the tables and of their optimizers."""
-        tables = [sharded.state_dict() for _, sharded in sorted(self.sharded_modules.items())]
+        """State dicts of the tables that are trained, and of their optimizers."""
+        trained = {self.tables[name].module_name for name in self._rates}
+        tables = [sharded.state_dict() for name, sharded in sorted(self.sharded_modules.items()) if name in trained]
         return [*tables, self.fused_optimizer.state_dict()["state"]]
 
     def zero_grad(self) -> None:
@@ -183,7 +193,7 @@ class ShardedModel:
     def set_learning_rate_factor(self, factor: float) -> None:
         """Set every table's rate to its base rate times ``factor``, from the next lookup on."""
         if factor != self._rate_factor:
-            self.set_learning_rates({name: table.learning_rate * factor for name, table in self.tables.items()})
+            self.set_learning_rates({name: self.tables[name].learning_rate * factor for name in self._rates})
             self._rate_factor = factor
 
     def set_learning_rates(self, rates: Mapping[str, float]) -> None:
@@ -215,7 +225,7 @@ class ShardedModel:
         self._rate_factor = None
 
     def learning_rates(self) -> dict[str, float]:
-        """Return the current rate of each table."""
+        """Return the current rate of each table that is not frozen."""
         return dict(self._rates)
 
     def full_table(self, name: str) -> torch.Tensor:
@@ -374,6 +384,18 @@ def _outermost_sharded(module: nn.Module) -> Iterator[tuple[str, ShardedModule[A
         if isinstance(child, ShardedModule) and not any(not o or name.startswith(f"{o}.") for o in inside):
             inside.append(name)
             yield name, child
+
+
+def _detach_outputs(sharded: ShardedModule[Any, Any, Any, Any]) -> None:
+    """Let a sharded module of frozen tables return outputs without gradients."""
+
+    def detach(method: Callable[..., LazyAwaitable[Any]], *arguments: Any, **named: Any) -> LazyAwaitable[Any]:
+        awaitable = method(*arguments, **named)
+        awaitable.callbacks.append(detach_output)
+        return awaitable
+
+    for name in ("output_dist", "compute_and_output_dist"):
+        setattr(sharded, name, partial(detach, getattr(sharded, name)))
 
 
 def _iterate_kernel_optimizers(path: str, optimizer: KeyedOptimizer) -> Iterator[tuple[KeyedOptimizer, list[str]]]:

@@ -125,11 +125,17 @@ def check_sharding_plan(plan: ShardingPlan, tables: Sequence[Table]) -> dict[str
                 f"table {table.name} must have at least two rows on each of its {len(shards)} ranks, one of them for"
                 f" ids without a row, got {table.config.num_embeddings} rows. Give it more rows."
             )
-        if table.maps_ids and sharding.compute_kernel == EmbeddingComputeKernel.FUSED_UVM_CACHING.value:
-            raise SetupError(
-                f"the sharding plan gives table {table.name} the compute kernel fused_uvm_caching, whose cache does not"
-                " see that rows are evicted. Use fused or fused_uvm for tables of a managed-collision module."
-            )
+        if sharding.compute_kernel == EmbeddingComputeKernel.FUSED_UVM_CACHING.value:
+            if table.maps_ids:
+                raise SetupError(
+                    f"the sharding plan gives table {table.name} the compute kernel fused_uvm_caching, whose cache does"
+                    " not see that rows are evicted. Use fused or fused_uvm for tables of a managed-collision module."
+                )
+            if table.is_frozen:
+                raise SetupError(
+                    f"the sharding plan gives the frozen table {table.name} the compute kernel fused_uvm_caching, whose"
+                    " cache releases rows in a backward. Use fused or fused_uvm for frozen tables."
+                )
         if table.optimizer.row_wise_state and _splits_columns(sharding, table):
             logger.warning(
                 "table %s is split by columns (%s), so its optimizer %s keeps one state per row and shard and differs"

@@ -26,7 +26,7 @@ class TableLearningRates:
             base = base_learning_rate(optimizer())
             # A search has scaled the rates of tables as well, so they keep the ratio to the rate that it found.
             self._base = sharded.searched_rates.get(base, base)
-        rates = {name: table.learning_rate for name, table in sharded.tables.items()}
+        rates = {name: table.learning_rate for name, table in sharded.tables.items() if not table.is_frozen}
         self.schedule = None if schedule is None else TableLRScheduler(schedule, rates)
 
     def apply(self) -> None:

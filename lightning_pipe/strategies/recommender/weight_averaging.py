@@ -66,7 +66,7 @@ class ShardedWeightAverages:
         if self._average_tables:
             _check_tables_can_be_averaged(sharded)
             state = sharded.dmp.state_dict()
-            for name in sharded.tables:
+            for name in self._list_averaged_tables():
                 self._shards |= {(name, index): shard.values for index, shard in enumerate(local_shards(state[name]))}
 
         def prepare(averaged_buffers: list[Tensor]) -> None:
@@ -77,6 +77,10 @@ class ShardedWeightAverages:
         parameters: dict[Any, Tensor] = {**dict(sharded.dense_parameters()), **self._shards}
         tensors = TrainedTensors(lambda: parameters, sharded.dense_buffers, prepare)
         start_averaging(self._callback, tensors, device)
+
+    def _list_averaged_tables(self) -> list[str]:
+        tables = self._sharded.tables.items() if self._average_tables else ()
+        return [name for name, table in tables if not table.is_frozen]
 
     def add_to_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Replace the weights in Lightning's dictionary by their averages, and add the trained weights."""
@@ -91,7 +95,7 @@ class ShardedWeightAverages:
             key = first_names.setdefault(id(tensor), name)
             if name in state and key in averaged:
                 state[name], checkpoint[TRAINED][name] = averaged[key], trained[key]
-        for name in self._sharded.tables if self._average_tables else ():
+        for name in self._list_averaged_tables():
             parts = [
                 [value for key, value in values.items() if isinstance(key, tuple) and key[0] == name]
                 for values in (averaged, trained)

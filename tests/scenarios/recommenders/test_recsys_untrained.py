@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_pipe.engine import SetupError
 from tests.rounding import Reference
 from tests.strategies.cases import (
     SGD,
@@ -65,10 +64,3 @@ def test_training_is_that_of_lightnings_own_loop(network: Any, plan: str) -> Non
     assert Reference.of(unsharded).differences({"losses": ours.losses, **found}) == []
     moved = {name.split(".")[1] for name in before if is_table(name) and not torch.equal(found[name], before[name])}
     assert moved == ({"weighted"} if network is WithoutGrad else {"history", "bags"})
-
-
-def test_frozen_tables_are_refused_by_name_with_the_way_to_leave_them_untrained() -> None:
-    module = Clicks(Mixed)
-    module.network.bags.requires_grad_(False)
-    with pytest.raises(SetupError, match=r"tables network\.bags\.\S+people\.weight, \S+ must not be trained.*detach"):
-        fit(module, recsys())
