@@ -43,8 +43,8 @@ from tests.engine.findings import PAGEABLE, PINNED
 from tests.engine.operators import Accelerator, Operators, tensors_of
 from tests.engine.race_detector import FakeEvent, FakeStream, cheap_stacks
 
-# Messages between hosts: their device is the CPU where the backend has one.
-_FOR_THE_HOST = ("lightning_pipe.engine.ranks", "torch.distributed")
+# These name the CPU only where they mean the host, such as for messages between hosts.
+_FOR_THE_HOST = ("lightning_pipe.engine.ranks", "lightning_pipe.llm", "torch.distributed")
 _BACK = {Tensor.tolist, Tensor.numpy, Tensor.__array__}
 
 
@@ -63,6 +63,9 @@ class Devices(TorchFunctionMode):
             Tensor.pin_memory: lambda func, tensor, *args: self._copied(tensor, PINNED, waits=False),
             **dict.fromkeys(_BACK, self._read),
             **dict.fromkeys((torch.tensor, torch.as_tensor, torch.asarray), self._from_host),
+            Tensor.new_tensor: lambda func, tensor, data, **kwargs: self._from_host(
+                torch.tensor, data, **{"dtype": tensor.dtype, "device": tensor.device, **kwargs}
+            ),
         }
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
