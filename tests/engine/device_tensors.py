@@ -63,6 +63,7 @@ class Devices(TorchFunctionMode):
             Tensor.pin_memory: lambda func, tensor, *args: self._copied(tensor, PINNED, waits=False),
             **dict.fromkeys(_BACK, self._read),
             **dict.fromkeys((torch.tensor, torch.as_tensor, torch.asarray), self._from_host),
+            Tensor.__setitem__: self._set,
             Tensor.new_tensor: lambda func, tensor, data, **kwargs: self._from_host(
                 torch.tensor, data, **{"dtype": tensor.dtype, "device": tensor.device, **kwargs}
             ),
@@ -161,6 +162,12 @@ class Devices(TorchFunctionMode):
         elif found is not None:
             accelerator.access(accelerator.host(), accelerator.uses_of(tensor), [], func.__name__)
         return func(tensor, *args, **kwargs)
+
+    def _set(self, func: Any, tensor: Tensor, index: Any, value: Any) -> None:
+        if isinstance(index, (int, slice)) and isinstance(value, (int, float)):
+            tensor[index].fill_(value)  # as for a tensor on a device; a tensor of the value would be nowhere
+        else:
+            func(tensor, index, value)
 
     # ------------------------------------------------------------------ collectives and autograd
 
