@@ -5,7 +5,7 @@ Messages are those of Gloo, which the detector takes for NCCL's: to wait for one
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 from unittest import mock
@@ -96,17 +96,47 @@ def _unwatched(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+class _Training:
+    """Parts of a training; the lengths of its batches are padded, which extends the last document of a packed row."""
+
+    def __init__(self, schedule: str, module: type[TinyHF]) -> None:
+        torch.manual_seed(1)
+        runner = StageRunner(module(hf_config("llama")), schedule, device="cpu", batching={"pad_to_multiple_of": 4})
+        self.parts, self.model = runner._parts, runner.model
+        self.optimizer = torch.optim.AdamW(runner.model.parameters())
+        self.losses: list[Tensor] = []
+
+    def run(self, batch: Any, prepared: BatchInPreparation | None = None) -> None:
+        self.losses.append(self.parts.runs.run(batch, prepared).loss)
+
+    def divide(self) -> None:
+        self.parts.gradients.finalize_grads()
+        self.parts.runs.divide_gradients(list(self.model.parameters()))
+
+    def step(self) -> None:
+        self.parts.gradients.clip_grad_norm(None, 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
 def _train(schedule: str, make_batch: Callable[[], Any], module: type[TinyHF]) -> list[Sync]:
-    torch.manual_seed(1)
-    # Lengths are padded, which extends the last document of a packed row.
-    runner = StageRunner(module(hf_config("llama")), schedule, device="cpu", batching={"pad_to_multiple_of": 4})
-    parts, optimizer = runner._parts, torch.optim.AdamW(runner.model.parameters())
+    """Trains two steps on the device, and the same on the host, with losses that are equal to the bit."""
+    batches = [make_batch() for _ in range(3)]
+    on_host = _Training(schedule, module)
+    for batch in batches[:2]:
+        on_host.run(batch)
+        on_host.divide()
+        on_host.step()
+    training = _Training(schedule, module)
+    syncs = _watch(training, batches)
+    assert torch.equal(torch.stack(training.losses), torch.stack(on_host.losses))
+    return syncs
+
+
+def _watch(training: _Training, batches: Sequence[Any]) -> list[Sync]:
+    parts = training.parts
     held: list[BatchInPreparation | None] = [None]
     run_schedule, finish_batch = schedule_runner.run_schedule, BatchPreparation.finish
-
-    def divide() -> None:
-        parts.gradients.finalize_grads()
-        parts.runs.divide_gradients(list(runner.model.parameters()))
 
     with ExitStack() as stack:
         accelerator = stack.enter_context(watched())
@@ -121,7 +151,7 @@ def _train(schedule: str, make_batch: Callable[[], Any], module: type[TinyHF]) -
 
         def step() -> None:
             assert held[0] is not None
-            parts.runs.run(held[0].batch, held[0])
+            training.run(held[0].batch, held[0])
 
         parts.runner.device = parts.runs.device = CUDA
         for of, name, stand_in in (
@@ -142,18 +172,16 @@ def _train(schedule: str, make_batch: Callable[[], Any], module: type[TinyHF]) -
         program = TrainingProgram(
             SWPipeline(plan, CUDA), transfer="H2D", step="OptimStep", forward="ScheduleStep", backward="ScaleGradients"
         )
-        feed = iter(accelerator.on_host([make_batch() for _ in range(3)]))
+        feed = iter(accelerator.on_host(batches))
         for _ in range(2):
             # The first step also makes the schedule and its buffers, and checks that the loss is a sum.
             accelerator.syncs.clear()
             program.begin_next_batch(feed)
             program.set_training_step(step)
             program.pipeline.run_until(program.forward)
-            program.run_backward(divide)
+            program.run_backward(training.divide)
             program.begin_step_task()
-            parts.gradients.clip_grad_norm(None, 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
+            training.step()
             program.end_step_task()
             program.finish_batch()
         syncs = list(accelerator.syncs)

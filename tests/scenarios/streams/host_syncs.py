@@ -78,7 +78,7 @@ def of_schedule(schedule: str, *batches: str) -> dict[str, dict[tuple[str, str],
     """Number of host synchronizations of a step of a language model, on the rank with the most, by batch."""
     ranks = run_ranks(watch_stages, 2, schedule, *batches)
     counted = {batch: [Counter(map(place, rank[batch])) for rank in ranks] for batch in batches}
-    return {batch: dict(max(of_ranks, key=Counter.total)) for batch, of_ranks in counted.items()}
+    return {batch: dict(max(of_ranks, key=lambda syncs: syncs.total())) for batch, of_ranks in counted.items()}
 
 
 def language_row(schedule: str, syncs: dict[tuple[str, str], int]) -> str:

@@ -22,7 +22,7 @@ from tests.scenarios.streams.host_syncs import (
 pytestmark = pytest.mark.skipif(not torch.__version__.startswith("2.14."), reason="the page is about torch 2.14")
 PAGE = (Path(__file__).parents[3] / "docs" / "gpu.md").read_text(encoding="utf-8")
 UNMASKED = [batch for batch in BATCHES if batch != "padded"]
-SAMPLED = {"1f1b": UNMASKED, "zbv_zero_bubble": ["boundaries of rows"]}
+SAMPLED = {"1f1b": ["rows", "boundaries of rows"], "zbv_zero_bubble": ["packed", "boundaries of micro-batches"]}
 
 
 @pytest.mark.parametrize(
