@@ -60,18 +60,23 @@ def skip_weight_init() -> Generator[None, None, None]:
 
 
 @contextmanager
-def disable_packed_sequence_detection() -> Generator[None, None, None]:
-    """Make models without data take each row for one document: they would build masks that training does not have."""
+def disable_packed_sequence_detection(packed: bool = False) -> Generator[None, None, None]:
+    """Make models take all rows for packed, or each for one document, and not read their positions to find out."""
     module: Any = sys.modules.get("transformers.masking_utils")
     find = getattr(module, "find_packed_sequence_indices", None)
     if module is None or find is None:
         yield
         return
-    module.find_packed_sequence_indices = lambda position_ids: None
+    module.find_packed_sequence_indices = _number_documents if packed else lambda position_ids: None
     try:
         yield
     finally:
         module.find_packed_sequence_indices = find
+
+
+def _number_documents(position_ids: Tensor) -> Tensor:
+    """Document of each token, as ``find_packed_sequence_indices`` numbers them: (rows, length), int64."""
+    return (position_ids.diff(dim=-1, prepend=position_ids[:, :1] - 1) != 1).cumsum(-1)
 
 
 @dataclass(frozen=True)

@@ -43,8 +43,8 @@ from tests.engine.findings import PAGEABLE, PINNED
 from tests.engine.operators import Accelerator, Operators, tensors_of
 from tests.engine.race_detector import FakeEvent, FakeStream, cheap_stacks
 
-# Messages between hosts: their device is the CPU where the backend has one.
-_FOR_THE_HOST = ("lightning_pipe.engine.ranks", "torch.distributed")
+# These name the CPU only where they mean the host, such as for messages between hosts.
+_FOR_THE_HOST = ("lightning_pipe.engine.ranks", "lightning_pipe.llm", "torch.distributed")
 _BACK = {Tensor.tolist, Tensor.numpy, Tensor.__array__}
 
 
@@ -63,6 +63,10 @@ class Devices(TorchFunctionMode):
             Tensor.pin_memory: lambda func, tensor, *args: self._copied(tensor, PINNED, waits=False),
             **dict.fromkeys(_BACK, self._read),
             **dict.fromkeys((torch.tensor, torch.as_tensor, torch.asarray), self._from_host),
+            Tensor.__setitem__: self._set,
+            Tensor.new_tensor: lambda func, tensor, data, **kwargs: self._from_host(
+                torch.tensor, data, **{"dtype": tensor.dtype, "device": tensor.device, **kwargs}
+            ),
         }
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -158,6 +162,12 @@ class Devices(TorchFunctionMode):
         elif found is not None:
             accelerator.access(accelerator.host(), accelerator.uses_of(tensor), [], func.__name__)
         return func(tensor, *args, **kwargs)
+
+    def _set(self, func: Any, tensor: Tensor, index: Any, value: Any) -> None:
+        if isinstance(index, (int, slice)) and isinstance(value, (int, float)):
+            tensor[index].fill_(value)  # as for a tensor on a device; a tensor of the value would be nowhere
+        else:
+            func(tensor, index, value)
 
     # ------------------------------------------------------------------ collectives and autograd
 

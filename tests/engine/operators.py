@@ -52,6 +52,12 @@ class Accelerator(Detector):
     def is_available(self) -> bool:
         return False  # PyTorch itself would call the driver
 
+    def get_rng_state(self, device: Any = None) -> Tensor:
+        return torch.get_rng_state()
+
+    def set_rng_state(self, state: Tensor, device: Any = None) -> None:
+        """Do nothing: the state of the device is that of the host here, which is set as well."""
+
     def on_host(self, batch: Any) -> Any:
         """The batch, whose tensors are in pinned memory of the host."""
         for tensor in tensors_of(batch):

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from lightning_pipe._compat.torch import tree_leaves, tree_map_only
 from lightning_pipe.engine.runtime.devices import current_stream
 
 
@@ -54,7 +55,7 @@ class HostSourceTracker(TorchFunctionMode):
 def values_on_host(batch: Any, copies: HostSourceTracker) -> Any:
     """Return a batch with its tensors on the host, or the batch itself if none is on a device."""
     parts = [batch] if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else []
-    values = [value for part in parts if isinstance(part, Mapping) for value in part.values()]
+    values = [leaf for part in parts if isinstance(part, Mapping) for leaf in tree_leaves(list(part.values()))]
     device_values = {id(value): value for value in values if _is_device_tensor(value)}
     if not device_values:
         return batch
@@ -68,10 +69,19 @@ def values_on_host(batch: Any, copies: HostSourceTracker) -> Any:
         if stream is not None:
             stream.synchronize()
     on_host = [
-        {key: host_copies.get(id(value), value) for key, value in part.items()} if isinstance(part, Mapping) else part
+        tree_map_only(Tensor, lambda value: host_copies.get(id(value), value), dict(part))
+        if isinstance(part, Mapping)
+        else part
         for part in parts
     ]
     return on_host[0] if isinstance(batch, Mapping) else on_host
+
+
+def copy_to_device_of(like: Any, value: Any) -> Any:
+    """Copy a tensor on the host to the device of another one, without a wait. Other values are returned unchanged."""
+    if not isinstance(value, Tensor) or not isinstance(like, Tensor) or value.device == like.device:
+        return value
+    return (value.pin_memory() if like.is_cuda else value).to(like.device, non_blocking=True)
 
 
 def _is_device_tensor(value: Any) -> bool:

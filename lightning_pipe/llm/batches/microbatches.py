@@ -18,10 +18,8 @@ from torch import Tensor
 
 from lightning_pipe._compat.torch import tree_flatten, tree_unflatten
 from lightning_pipe.engine.common.errors import InputError
-from lightning_pipe.llm.batches.padding import PadValues
-
-# Document boundaries of packed rows, and the lengths of the longest documents.
-_BOUNDARIES = {"cu_seq_lens_q": "max_length_q", "cu_seq_lens_k": "max_length_k"}
+from lightning_pipe.llm.batches.host_values import copy_to_device_of
+from lightning_pipe.llm.batches.padding import BOUNDARIES, PadValues
 
 
 @dataclass(frozen=True)
@@ -59,11 +57,15 @@ def count_loss_tokens(labels: Tensor, ignore_index: int = -100) -> int:
 
 
 def split_batch(
-    batch: Any, num_microbatches: int, padding: PadValues | None = None, *, strict: bool = False
+    batch: Any, num_microbatches: int, padding: PadValues | None = None, *, strict: bool = False, on_host: Any = None
 ) -> MicroBatches:
-    """Cut a batch into micro-batches with the same number of rows."""
+    """Cut a batch into micro-batches with the same number of rows.
+
+    Document boundaries are read from *on_host*, the batch with its values on the host (default: from the batch).
+    """
     if isinstance(batch, Mapping):
-        return _split_rows_into_microbatches(batch, num_microbatches, padding or PadValues(), strict)
+        host_batch = batch if on_host is None else on_host
+        return _split_rows_into_microbatches(batch, num_microbatches, padding or PadValues(), strict, host_batch)
     if isinstance(batch, (list, tuple)) and batch and all(isinstance(item, Mapping) for item in batch):
         return _make_microbatches_from_list(batch, num_microbatches, padding or PadValues(), strict)
     raise InputError(
@@ -111,14 +113,17 @@ def _make_microbatches_from_list(
 
 
 def _split_rows_into_microbatches(
-    batch: Mapping[str, Any], num_microbatches: int, keys: PadValues, strict: bool
+    batch: Mapping[str, Any], num_microbatches: int, keys: PadValues, strict: bool, on_host: Mapping[str, Any]
 ) -> MicroBatches:
     """Cut a mapping into groups of consecutive rows."""
     rows = _count_rows(batch, keys)
     if num_microbatches == 1:
         return MicroBatches([dict(batch)], rows, 0)
     size = -(-rows // num_microbatches)
-    boundaries = _split_boundaries(batch, rows, size, keys)
+    boundaries = [
+        {key: copy_to_device_of(next(_tensors_in(batch.get(key)), None), value) for key, value in of_row.items()}
+        for of_row in _split_boundaries(on_host, rows, size, keys)
+    ]
     batch = {key: value for key, value in batch.items() if not any(key in of_row for of_row in boundaries)}
     _check_batch_can_be_split(batch, rows, num_microbatches, keys)
     missing = size * num_microbatches - rows
@@ -149,7 +154,7 @@ def _split_boundaries(batch: Mapping[str, Any], rows: int, size: int, keys: PadV
     """
     by_row: list[dict[str, Any]] = [{} for _ in range(rows)]
     _, length = keys.get_microbatch_rows_and_length(batch)
-    for key, longest in _BOUNDARIES.items():
+    for key, longest in BOUNDARIES.items():
         name = key if key in batch else longest
         if name not in batch or keys.chunk_dims.get(name, 0) is None:
             continue

@@ -18,9 +18,11 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from lightning_pipe.engine.common.errors import InputError
+from lightning_pipe.llm.batches.host_values import copy_to_device_of
 
 _MASK = "attention_mask"
-_DOCUMENTS = {"cu_seq_lens_q": "max_length_q", "cu_seq_lens_k": "max_length_k"}
+# Document boundaries of a packed row, and the lengths of the longest documents.
+BOUNDARIES = {"cu_seq_lens_q": "max_length_q", "cu_seq_lens_k": "max_length_k"}
 
 
 @dataclass(frozen=True)
@@ -68,13 +70,19 @@ class PadValues:
         return defaults | dict(self.extra_pad_values)
 
 
-def pad_microbatch(micro_batch: Mapping[str, Any], length: int, padding: PadValues | None = None) -> dict[str, Any]:
+def pad_microbatch(
+    micro_batch: Mapping[str, Any],
+    length: int,
+    padding: PadValues | None = None,
+    padded_on_host: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
     """Pad one micro-batch at the end of its sequences. Tensors that already fit are returned without a copy.
 
     - An ``attention_mask`` of (..., length, length) is padded on both dimensions: no real token attends to padding,
       and a padding token only to itself, so that no row of the softmax is empty. Floating masks are taken as additive.
     - ``cu_seq_lens_q/k`` (1-d, of one packed row): the last document is extended to the end, in a copy, and
-      ``max_length_q/k`` are updated to the length of the longest document.
+      ``max_length_q/k`` are updated to the length of the longest document. If the micro-batch is given as padded on the
+      host, all four are copied from there.
     - Missing entries are not added: a causal model without a mask does not attend to later positions.
     """
     padded = dict(micro_batch)
@@ -91,7 +99,11 @@ def pad_microbatch(micro_batch: Mapping[str, Any], length: int, padding: PadValu
                 after = value.ndim - 2 - padding.get_row_dim(key)
                 padded[key] = F.pad(value, (0, 0) * after + (0, length - present), value=values[key])
     rows = max((value.shape[padding.get_row_dim(key)] for key, value in sequences.items()), default=1)
-    _extend_last_document(padded, length, rows)
+    if padded_on_host is None:
+        _extend_last_document(padded, length, rows)
+    else:
+        names = [name for name in (*BOUNDARIES, *BOUNDARIES.values()) if name in padded]
+        padded |= {name: copy_to_device_of(padded[name], padded_on_host[name]) for name in names}
     for key, mask in padded.items():
         if isinstance(mask, BlockMask) and (mask.shape[-2:] != (length, length) or mask.shape[0] not in (1, rows)):
             raise InputError(
@@ -144,7 +156,7 @@ def _pad_square(mask: Tensor, length: int) -> Tensor:
 
 def check_documents(micro_batch: Mapping[str, Any], rows: int, length: int) -> None:
     """Check that ``cu_seq_lens_q/k``, if present, are the document boundaries of one packed row."""
-    for key in _DOCUMENTS:
+    for key in BOUNDARIES:
         ends = micro_batch.get(key)
         if ends is None:
             continue
@@ -163,7 +175,7 @@ def check_documents(micro_batch: Mapping[str, Any], rows: int, length: int) -> N
 
 def _extend_last_document(micro_batch: dict[str, Any], length: int, rows: int) -> None:
     check_documents(micro_batch, rows, length)
-    for key, longest in _DOCUMENTS.items():
+    for key, longest in BOUNDARIES.items():
         ends = micro_batch.get(key)
         if ends is None or ends[-1] == length:
             continue

@@ -50,11 +50,12 @@ class ContextParallelGroup:
         return self.group.size()
 
     def shard(
-        self, micro_batch: Mapping[str, Any], keys: PadValues
+        self, micro_batch: Mapping[str, Any], keys: PadValues, on_host: Mapping[str, Any] | None = None
     ) -> tuple[dict[str, Any], Callable[[], AbstractContextManager[Any]]]:
         """This rank's chunk of a padded micro-batch, and the context for its forwards."""
         ring = self.method == "ring"
-        part, attention = shard_micro_batch(micro_batch, self.group.rank(), self.size, keys, balanced=ring)
+        rank = self.group.rank()
+        part, attention = shard_micro_batch(micro_batch, rank, self.size, keys, balanced=ring, on_host=on_host)
         return part, partial(RingAttention if ring else UlyssesAttention, self.group, attention)
 
     def build_model_inputs(

@@ -48,20 +48,19 @@ class GradientNorm:
     @torch.no_grad()
     def __call__(self) -> Tensor:
         """Total norm of the current gradients; 0 if there are no gradients. Every rank of the group must call it."""
-        norm_table = torch.zeros(2, self._count, dtype=torch.float64, device=self._device)
-        norms = _compute_whole_gradient_norms(self._parameters)
-        if norms:
-            # Exact: float64 represents every value of these types, and so does the type they are promoted to.
-            norm_table[0, list(norms)] = torch.stack([norm.to(self._device) for norm in norms.values()]).to(norm_table)
-            norm_table[1, list(norms)] = torch.tensor([1 + _TYPES.index(norm.dtype) for norm in norms.values()]).to(
-                norm_table
-            )
+        device = next((parameter.device for parameter in self._parameters.values()), self._device)
+        norms, zero = _compute_whole_gradient_norms(self._parameters), torch.zeros((), device=device)
+        types = [1 + _TYPES.index(norms[at].dtype) if at in norms else 0 for at in range(self._count)]
+        # Exact: float64 represents every value of these types, and so does the type they are promoted to.
+        row = torch.stack([norms.get(at, zero) for at in range(self._count)]).to(self._device, torch.float64)
+        norm_table = torch.stack([row, torch.tensor(types).to(row, non_blocking=True)])
         if self._group is not None:
             # Each position is non-zero on one rank only, so the sum copies its value exactly, in any order.
             dist.all_reduce(norm_table, group=self._group)
-        device = next((parameter.device for parameter in self._parameters.values()), self._device)
         codes = [int(code) for code in norm_table[1].tolist()]
-        norms_by_code = {code: norm_table[0].to(device, _TYPES[code - 1]).unbind() for code in set(codes) if code}
+        norms_by_code = {
+            code: norm_table[0].to(device, _TYPES[code - 1], non_blocking=True).unbind() for code in set(codes) if code
+        }
         # The norm of a scalar is its absolute value, so get_total_norm of the norms is the total norm.
         all_norms = [norms_by_code[code][position] for position, code in enumerate(codes) if code]
         return torch.nn.utils.get_total_norm(all_norms).to(device)

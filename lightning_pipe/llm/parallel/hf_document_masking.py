@@ -10,18 +10,21 @@ each family the input that it follows. A family that is not known to separate do
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_pipe._compat.transformers import attention_implementation
+from lightning_pipe._compat.transformers import attention_implementation, disable_packed_sequence_detection
 from lightning_pipe.engine.common.errors import InputError
-from lightning_pipe.llm.batches.padding import PadValues, check_documents
+from lightning_pipe.llm.batches.host_values import copy_to_device_of
+from lightning_pipe.llm.batches.padding import BOUNDARIES, PadValues, check_documents
 from lightning_pipe.llm.model.stage_module import is_causal_lm
 from lightning_pipe.llm.parallel.attention_kernels import VARLEN, reads_cu_seqlens
-from lightning_pipe.llm.parallel.sequence_chunks import document_positions, read_batch_attention
+from lightning_pipe.llm.parallel.sequence_chunks import AttentionPattern, document_positions, read_batch_attention
 
 # By ``model_type``; tests compare each family with one run for each document (transformers 5.24).
 POSITION_ID_FAMILIES = frozenset(
@@ -90,7 +93,7 @@ MASKED_FAMILIES = frozenset(
         "stablelm",
     ]
 )
-_DESCRIPTION = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+_DESCRIPTION = (*BOUNDARIES, *BOUNDARIES.values())
 
 
 class HFDocumentMasking:
@@ -150,9 +153,15 @@ class HFDocumentMasking:
                 " documents to the window"
             )
 
-    def add_document_inputs(self, micro_batch: Mapping[str, Any], keywords: Mapping[str, Any]) -> dict[str, Any]:
-        """The model's keywords for a micro-batch, with the inputs that separate its documents."""
-        documents = self._documents(micro_batch)
+    def add_document_inputs(
+        self, micro_batch: Mapping[str, Any], keywords: Mapping[str, Any], on_host: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """The model's keywords for a micro-batch, with the inputs that separate its documents.
+
+        Documents are read from *on_host*, the micro-batch with its values on the host, if it is given.
+        """
+        on_host = micro_batch if on_host is None else on_host
+        documents = self._documents(on_host)
         if documents is None or self._family not in POSITION_ID_FAMILIES | MASKED_FAMILIES:
             plain, mask = dict(keywords), keywords.get("attention_mask")
             unchanged = mask is micro_batch.get("attention_mask")
@@ -161,20 +170,38 @@ class HFDocumentMasking:
             return plain
         model_keywords = {key: value for key, value in keywords.items() if key not in _DESCRIPTION}
         position_ids = micro_batch.get("position_ids")
-        rows, _ = PadValues().get_microbatch_rows_and_length(micro_batch)
+        rows, length = PadValues().get_microbatch_rows_and_length(micro_batch)
+        attention = read_batch_attention(micro_batch, length, on_host)
+        assert attention.documents is not None
         if reads_cu_seqlens(self._implementation):
             # Boundaries in all rows, one after the other: transformers reads positions only if there is a single row.
             begins = nn.functional.pad(
                 _find_document_boundaries(documents).expand(rows, -1), (1, 0), value=True
             ).flatten()
             ends = nn.functional.pad(begins.nonzero().flatten(), (0, 1), value=begins.numel()).int()
-            longest = int(ends.diff().max())
+            longest, ends = int(ends.diff().max()), copy_to_device_of(attention.documents, ends)
             model_keywords |= dict(zip(_DESCRIPTION, (ends, ends, longest, longest), strict=True))
-        model_keywords["position_ids"] = (
-            position_ids if isinstance(position_ids, Tensor) else document_positions(documents).expand(rows, -1)
-        )
-        model_keywords["attention_mask"] = self._mask(micro_batch) if self._needs_mask(micro_batch) else None
+        if not isinstance(position_ids, Tensor):
+            position_ids = document_positions(attention.documents).expand(rows, -1)
+        model_keywords["position_ids"] = position_ids
+        model_keywords["attention_mask"] = self._mask(attention) if self._needs_mask(on_host) else None
         return model_keywords
+
+    def make_forward_contexts(
+        self, micro_batch: Mapping[str, Any], keywords: Mapping[str, Any], on_host: Mapping[str, Any]
+    ) -> tuple[Callable[[], AbstractContextManager[Any]], ...]:
+        """Contexts of the model's forwards in which transformers does not read positions from the device.
+
+        Empty for positions of ``model_inputs`` itself, and for families that may look for documents elsewhere.
+        """
+        positions = on_host.get("position_ids")
+        packed = isinstance(positions, Tensor) and bool((positions.diff(dim=-1) != 1).any())
+        if keywords.get("position_ids") is not micro_batch.get("position_ids"):
+            packed = self._documents(on_host) is not None
+            if not packed:
+                return ()
+        known = self._family in POSITION_ID_FAMILIES | MASKED_FAMILIES
+        return (partial(disable_packed_sequence_detection, packed),) if known else ()
 
     def _documents(self, micro_batch: Mapping[str, Any]) -> Tensor | None:
         _, length = PadValues().get_microbatch_rows_and_length(micro_batch)
@@ -187,12 +214,11 @@ class HFDocumentMasking:
         # Padding at the end needs no mask: causal attention of real tokens does not reach it.
         return _has_padding_before_tokens(micro_batch.get("attention_mask"))
 
-    def _mask(self, micro_batch: Mapping[str, Any]) -> Tensor:
-        _, length = PadValues().get_microbatch_rows_and_length(micro_batch)
-        attends = read_batch_attention(micro_batch, length).as_mask()
+    def _mask(self, attention: AttentionPattern) -> Tensor:
+        attends = attention.as_mask()
         assert attends is not None
         # The softmax of a row is undefined if all its keys are masked.
-        attends = attends | torch.eye(length, dtype=torch.bool, device=attends.device)
+        attends = attends | torch.eye(attends.shape[-1], dtype=torch.bool, device=attends.device)
         lowest = torch.finfo(self._dtype).min
         return torch.zeros(attends.shape, dtype=self._dtype, device=attends.device).masked_fill(~attends, lowest)
 

@@ -23,10 +23,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_pipe.engine.common.errors import InputError
-from lightning_pipe.llm.batches.padding import PadValues
+from lightning_pipe.llm.batches.host_values import copy_to_device_of
+from lightning_pipe.llm.batches.padding import BOUNDARIES, PadValues
 
 _MASK, _POSITIONS = "attention_mask", "position_ids"
-_DOCUMENTS = {"cu_seq_lens_q": "max_length_q", "cu_seq_lens_k": "max_length_k"}
 
 
 @dataclass(frozen=True)
@@ -76,8 +76,11 @@ def shard_micro_batch(
     keys: PadValues | None = None,
     *,
     balanced: bool = False,
+    on_host: Mapping[str, Any] | None = None,
 ) -> tuple[dict[str, Any], AttentionPattern]:
     """One rank's chunk of a micro-batch, and the attention pattern of the whole micro-batch.
+
+    Both are read from *on_host*, the micro-batch with its values on the host (default: the micro-batch itself).
 
     The pattern is taken from the first of these that the micro-batch contains:
 
@@ -88,9 +91,9 @@ def shard_micro_batch(
     """
     sequences = _select_sequence_tensors(micro_batch, keys)
     rows, length = _get_sequence_rows_and_length(sequences)
-    attention = read_batch_attention(micro_batch, length)
-    positions = chunk_positions(rank, size, length, balanced=balanced)
-    positions = positions.to(next(iter(sequences.values())).device)
+    attention = read_batch_attention(micro_batch, length, on_host)
+    host_positions = chunk_positions(rank, size, length, balanced=balanced)
+    positions = copy_to_device_of(next(iter(sequences.values())), host_positions)
     local = dict(micro_batch)
     for key, value in sequences.items():
         if key == _MASK and value.ndim > 2:
@@ -100,16 +103,17 @@ def shard_micro_batch(
         documents = attention.documents
         position_ids = positions[None] if documents is None else document_positions(documents)[:, positions]
         local[_POSITIONS] = position_ids.expand(rows, len(positions))
-    for key, max_length_key in _DOCUMENTS.items():
-        boundaries = micro_batch.get(key)
+    for key, max_length_key in BOUNDARIES.items():
+        boundaries = (on_host or micro_batch).get(key)
         if isinstance(boundaries, Tensor):
-            local[key] = (
-                torch.searchsorted(positions.to(boundaries.device), boundaries.long()).unique().to(boundaries.dtype)
-            )
+            ends = torch.searchsorted(host_positions, boundaries.long()).unique()
+            local[key] = copy_to_device_of(micro_batch[key], ends.to(boundaries.dtype))
             if max_length_key in local:
-                longest = local[key].diff().max()
-                full_longest = local[max_length_key]
-                local[max_length_key] = longest.to(full_longest) if isinstance(full_longest, Tensor) else int(longest)
+                longest, full_longest = ends.diff().max(), local[max_length_key]
+                if isinstance(full_longest, Tensor):
+                    local[max_length_key] = copy_to_device_of(full_longest, longest.to(full_longest.dtype))
+                else:
+                    local[max_length_key] = int(longest)
     return local, attention
 
 
@@ -154,12 +158,16 @@ def _get_sequence_rows_and_length(sequences: Mapping[str, Tensor]) -> tuple[int,
     return max(shape[0] for shape in shapes.values()), next(iter(lengths.values()))
 
 
-def read_batch_attention(micro_batch: Mapping[str, Any], length: int) -> AttentionPattern:
-    """Attention pattern that a micro-batch describes."""
-    mask, positions = micro_batch.get(_MASK), micro_batch.get(_POSITIONS)
-    ends = [micro_batch[key] for key in _DOCUMENTS if isinstance(micro_batch.get(key), Tensor)]
+def read_batch_attention(
+    micro_batch: Mapping[str, Any], length: int, on_host: Mapping[str, Any] | None = None
+) -> AttentionPattern:
+    """Attention pattern that a micro-batch describes, read from its values on the host if they are given."""
+    values = micro_batch if on_host is None else on_host
+    mask, positions = values.get(_MASK), values.get(_POSITIONS)
+    keys = [key for key in BOUNDARIES if isinstance(values.get(key), Tensor)]
+    ends = [values[key] for key in keys]
     if isinstance(mask, Tensor) and mask.ndim == 4:
-        return AttentionPattern(mask=mask)
+        return AttentionPattern(mask=micro_batch[_MASK])
     real = mask != 0 if isinstance(mask, Tensor) else None
     if real is not None and ends:
         raise InputError(
@@ -184,7 +192,10 @@ def read_batch_attention(micro_batch: Mapping[str, Any], length: int) -> Attenti
         documents = torch.nn.functional.pad(jumps.cumsum(1), (1, 0))
     if documents is not None and not (documents != documents[:, :1]).any():
         documents = None  # one document a row: causal attention without a mask
-    return AttentionPattern(real=None if real is None or real.all() else real, documents=documents)
+    return AttentionPattern(
+        real=None if real is None or real.all() else copy_to_device_of(micro_batch[_MASK], real),
+        documents=copy_to_device_of(micro_batch.get(keys[0] if keys else _POSITIONS), documents),
+    )
 
 
 def document_positions(documents: Tensor) -> Tensor:

@@ -74,7 +74,7 @@ class BatchRunner:
         total, *router_sums = self._all_reduce_loss_sums(losses, routers)
         if train and self.detect_nan and not total.isfinite():  # the same on all ranks
             check_finite_loss(torch.stack(losses) / scale if losses else None, self.group)
-        loss = total.float().to(self.device) / (scale * max(step.tokens, 1))
+        loss = total.float().to(self.device, non_blocking=True) / (scale * max(step.tokens, 1))
         return BatchResult(loss, step.tokens, RouterLossMeans.from_sums(torch.stack(router_sums)))
 
     def _add_router_loss_contexts(self, step: StepInputs, scale: float) -> tuple[list[StageInputs], list[RouterLosses]]:

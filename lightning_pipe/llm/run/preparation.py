@@ -3,7 +3,7 @@
 Ranks exchange a few numbers of each batch while an earlier batch trains::
 
     begin    cut into micro-batches, count tokens, measure lengths ──► gather (rows, length, tokens) of all ranks
-             (counts and checks read the values on the host)
+             (counts, checks and document boundaries read the values on the host)
     finish   wait; compare; pad to the longest length of the pipeline's ranks; sum the tokens of all ranks
 """
 
@@ -66,12 +66,12 @@ class BatchInPreparation:
 
 @dataclass(frozen=True)
 class StepInputs:
-    """Inputs of a step; ``lengths`` are those before padding, ``tokens`` those of all data-parallel ranks."""
+    """Inputs of a step: ``on_host`` padded, ``lengths`` before padding, ``tokens`` of all data-parallel ranks."""
 
     micro_batches: list[StageInputs]
     tokens: int
     cut: MicroBatches
-    on_host: MicroBatches
+    on_host: list[dict[str, Any]]
     length: int
     lengths: tuple[int, ...]
 
@@ -102,10 +102,10 @@ class BatchPreparation:
         numbers = [0, 0, 0, 0, 0, 0]
         try:
             count = _count_micro_batches(batch) if self.num_microbatches is None else self.num_microbatches
-            cut = on_host = split_batch(batch, count, self.padding_spec, strict=self.batching.strict_batches)
-            values = values_on_host(batch, copies or HostSourceTracker())
+            values, strict = values_on_host(batch, copies or HostSourceTracker()), self.batching.strict_batches
+            cut = on_host = split_batch(values, count, self.padding_spec, strict=strict)
             if values is not batch:
-                on_host = split_batch(values, count, self.padding_spec)
+                cut = split_batch(batch, count, self.padding_spec, on_host=values)
             tokens = sum(map(self._count_loss_tokens, on_host.items))
             self._check_ids(on_host)
             self._check_loss_ignores_padded_rows(on_host)
@@ -202,27 +202,33 @@ class BatchPreparation:
         length = next(
             target for target, ranks in zip(targets, self.pipelines, strict=True) if self.group.rank() in ranks
         )
-        padded = [pad_microbatch(item, length, self.padding_spec) for item in prepared.cut.items]
-        inputs = [self._build_stage_inputs(item) for item in padded]
+        on_host = [pad_microbatch(item, length, self.padding_spec) for item in prepared.on_host.items]
+        padded = on_host
+        if prepared.cut is not prepared.on_host:
+            pairs = zip(prepared.cut.items, on_host, strict=True)
+            padded = [pad_microbatch(item, length, self.padding_spec, host_item) for item, host_item in pairs]
+        inputs = [self._build_stage_inputs(*pair) for pair in zip(padded, on_host, strict=True)]
         lengths = tuple(self.padding_spec.get_microbatch_rows_and_length(item)[1] for item in prepared.cut.items)
         tokens = sum(table[ranks[0]][3] for ranks in self.pipelines)
-        return StepInputs(inputs, tokens, prepared.cut, prepared.on_host, length, lengths)
+        return StepInputs(inputs, tokens, prepared.cut, on_host, length, lengths)
 
     def count_local_loss_tokens(self, step: StepInputs) -> list[int]:
         """Number of loss tokens in this rank's part of each padded micro-batch."""
-        padded: list[Any] = [pad_microbatch(item, step.length, self.padding_spec) for item in step.on_host.items]
+        padded: list[Any] = step.on_host
         if self.context is not None:
             padded = [self.context.shard(item, self.padding_spec)[0] for item in padded]
         return [self.hooks.loss_tokens(pop_routed_experts_from_batch(item)[0]) for item in padded]
 
-    def _build_stage_inputs(self, micro_batch: MicroBatch) -> StageInputs:
+    def _build_stage_inputs(self, micro_batch: MicroBatch, on_host: MicroBatch) -> StageInputs:
         if self.context is None:
             micro_batch, replay = pop_routed_experts_from_batch(micro_batch)
             arguments, keywords = self.hooks.model_inputs(micro_batch)
-            if self.documents is not None:
-                keywords = self.documents.add_document_inputs(micro_batch, keywords)
-            return StageInputs(arguments, keywords, micro_batch, replay)
-        chunk, attention_context = self.context.shard(micro_batch, self.padding_spec)
+            if self.documents is None:
+                return StageInputs(arguments, keywords, micro_batch, replay)
+            keywords = self.documents.add_document_inputs(micro_batch, keywords, on_host)
+            contexts = self.documents.make_forward_contexts(micro_batch, keywords, on_host)
+            return StageInputs(arguments, keywords, micro_batch, (*replay, *contexts))
+        chunk, attention_context = self.context.shard(micro_batch, self.padding_spec, on_host)
         part, replay = pop_routed_experts_from_batch(chunk)
         return StageInputs(
             *self.context.build_model_inputs(part, self.hooks.model_inputs),

@@ -9,8 +9,10 @@ from collections import Counter
 from collections.abc import Iterable
 
 from lightning_pipe.recsys import PLANS
+from lightning_pipe.strategies.registry import STRATEGIES
 from tests.distributed import run_ranks
 from tests.engine.findings import Sync
+from tests.llm.stream_cases import STAGES, STARTS, watch_stages
 from tests.recsys.stream_cases import COUNTED, watch, watch_torchrec
 
 STATIC, DYNAMIC = "pooled", "dynamic bags"
@@ -26,6 +28,25 @@ REASONS = {
 }
 TASKS = ["EmbInputDistStart", "EmbInputDistWait", "EmbPrefetch"]
 AHEAD_OF_LOSS = ("H2DAndShuffle", *TASKS, "EmbForward", "DenseForward", "LossPostprocess")
+
+
+# Of language models.
+SCHEDULES = [
+    str(entry.init_args["schedule"])
+    for entry in STRATEGIES
+    if entry.strategy == "LLMPipelineStrategy" and "schedule" in entry.init_args
+]
+LLM_TASKS = ["Prepare", STARTS, STAGES, "ScheduleStep", "ScaleGradients", "OptimStep"]
+LLM_REASONS = {
+    ("ScheduleStep", "llm.run.batch_runner._all_reduce_loss_sums"): "the loss of the batch, on the rank of the last"
+    " stage: all ranks receive it",
+    ("OptimStep", "llm.parallel.gradients.__call__"): "which gradients the other stages have, if gradients are clipped",
+}
+# Only with a padding mask.
+LLM_MASK_REASONS = {
+    (STAGES, "transformers.masking_utils._ignore_causal_mask_sdpa"): "a padding mask, in each forward of a stage:"
+    " transformers asks whether it masks a token"
+}
 
 
 def place(sync: Sync) -> tuple[str, str]:
@@ -51,6 +72,32 @@ def of_torchrec() -> dict[str, int]:
     syncs = counts(run_ranks(watch_torchrec, 2)[0])
     # In the backward, a kernel reads its learning rate, which is on the host of a GPU.
     return {function: number for (_, function), number in syncs.items() if not function.endswith("._backward")}
+
+
+def of_schedule(schedule: str, *batches: str) -> dict[str, dict[tuple[str, str], int]]:
+    """Number of host synchronizations of a step of a language model, on the rank with the most, by batch."""
+    ranks = run_ranks(watch_stages, 2, schedule, *batches)
+    counted = {batch: [Counter(map(place, rank[batch])) for rank in ranks] for batch in batches}
+    return {batch: dict(max(of_ranks, key=lambda syncs: syncs.total())) for batch, of_ranks in counted.items()}
+
+
+def language_row(schedule: str, syncs: dict[tuple[str, str], int]) -> str:
+    numbers = [sum(number for key, number in syncs.items() if key[0] == task) for task in LLM_TASKS]
+    assert sum(numbers) == sum(syncs.values())
+    return f"| `{schedule}` | {' | '.join(map(str, [*numbers, sum(numbers)]))} |"
+
+
+def language_tables(found: dict[str, dict[tuple[str, str], int]]) -> str:
+    lines = ["| schedule | `Prepare` | `ScheduleStep`, to the first forward | to the last backward | to its end "]
+    lines[0] += "| `ScaleGradients` | `OptimStep` | in all |"
+    lines += ["| --- |" + " --- |" * (len(LLM_TASKS) + 1)]
+    lines += [language_row(schedule, syncs) for schedule, syncs in found.items()]
+    lines += ["", "| task | function | the host reads |", "| --- | --- | --- |"]
+    lines += [
+        f"| {'`ScheduleStep`, to the last backward' if key[0] == STAGES else f'`{key[0]}`'} | `{key[1]}` | {reason} |"
+        for key, reason in (LLM_REASONS | LLM_MASK_REASONS).items()
+    ]
+    return "\n".join(lines)
 
 
 def tables(
@@ -82,3 +129,5 @@ def tables(
 
 if __name__ == "__main__":
     print(tables(by_plan(), of_dynamic_tables(), of_torchrec()))
+    print()
+    print(language_tables({schedule: of_schedule(schedule, "rows")["rows"] for schedule in SCHEDULES}))
