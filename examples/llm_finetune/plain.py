@@ -37,9 +37,10 @@ class FineTuning(pl.LightningModule):
             self.model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
         else:
             self.model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**model))
-        self.model.config.use_cache = False
+        self.model.config.use_cache = False  # with a cache, packed documents would attend to each other
         if lora is not None:
             self.model = get_peft_model(self.model, LoraConfig(**lora))
+        self.model.train()  # from_pretrained returns it in evaluation mode
 
     def training_step(self, batch: Mapping[str, Tensor], batch_idx: int) -> Tensor:
         loss = self.model(**batch, shift_labels=batch["labels"]).loss

@@ -219,9 +219,7 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
             loop.inference_mode = False  # buffers created in inference mode could not be used in training
         # Results of a batch are the same on every rank of a pipeline, and losses of PipelineModule on all ranks.
         names = ".*" if single else "(val|test)_loss"
-        warnings.filterwarnings(
-            "ignore", rf"It is recommended to use `self\.log\('{names}', \.\.\., sync_dist=True"
-        )
+        warnings.filterwarnings("ignore", rf"It is recommended to use `self\.log\('{names}', \.\.\., sync_dist=True")
         module._run_in_stages, module._predict_in_stages = self._run_batch, self._predict
         install_loops(trainer)
         if fitting:
