@@ -41,6 +41,7 @@ class PackedTopics(pl.LightningDataModule):
         return self._loader(documents()[::10])
 
     def _loader(self, sections: list[list[int]], seed: int | None = None) -> StatefulDataLoader[Any]:
+        assert self.trainer is not None
         # Under Lightning's own strategy for one device, there are no ranks.
         share = getattr(self.trainer.strategy, "distributed_sampler_kwargs", {})
         batches = PackedDocuments(sections, self.length, self.batch_size, seed=seed, **share)

@@ -34,14 +34,14 @@ class FineTuning(PipelineModule):
     ) -> None:
         super().__init__()
         self.save_hyperparameters()
+        network: Any
         if isinstance(model, str):
-            self.model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+            network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+            network.train()  # from_pretrained returns it in evaluation mode
         else:
-            self.model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**model))
-        self.model.config.use_cache = False  # with a cache, packed documents would attend to each other
-        if lora is not None:
-            self.model = get_peft_model(self.model, LoraConfig(**lora))
-        self.model.train()  # from_pretrained returns it in evaluation mode
+            network = AutoModelForCausalLM.from_config(AutoConfig.for_model(**model))
+        network.config.use_cache = False  # with a cache, packed documents would attend to each other
+        self.model = network if lora is None else get_peft_model(network, LoraConfig(**lora))
 
     def training_step(self, batch: Mapping[str, Tensor], batch_idx: int) -> Tensor:
         loss = self.run_batch(batch).loss
@@ -57,11 +57,13 @@ class FineTuning(PipelineModule):
 
     def configure_optimizers(self) -> Any:
         trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
-        groups = [
+        groups: list[dict[str, Any]] = [
             {"params": [parameter for parameter in trained if parameter.ndim > 1]},
             {"params": [parameter for parameter in trained if parameter.ndim == 1], "weight_decay": 0.0},
         ]
-        optimizer = torch.optim.AdamW(groups, lr=self.hparams.learning_rate, weight_decay=self.hparams.weight_decay)
+        optimizer = torch.optim.AdamW(
+            groups, lr=self.hparams["learning_rate"], weight_decay=self.hparams["weight_decay"]
+        )
         steps = int(self.trainer.estimated_stepping_batches)
-        scheduler = get_cosine_schedule_with_warmup(optimizer, self.hparams.warmup_steps, steps)
+        scheduler = get_cosine_schedule_with_warmup(optimizer, self.hparams["warmup_steps"], steps)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
