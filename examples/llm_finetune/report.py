@@ -1,4 +1,4 @@
-"""Last line of a run: where the checkpoint is, and the command that exports it."""
+"""Last line of a run: the path of the checkpoint and the command that exports it."""
 
 from __future__ import annotations
 
