@@ -3,9 +3,11 @@
 import logging
 import warnings
 
-# Calls inside of torchmetrics and Lightning, which their next releases change.
+# Calls inside of torchmetrics, Lightning, torchdata and peft, which their next releases change.
 warnings.filterwarnings("ignore", "Using a non-tuple sequence for multidimensional indexing", module="torchmetrics")
 warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)` is deprecated", module="lightning")
+warnings.filterwarnings("ignore", "'set_vital' is deprecated", module="torchdata")
+warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", module="transformers")
 
 
 def _concerns_the_reader(record: logging.LogRecord) -> bool:

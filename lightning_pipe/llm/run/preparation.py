@@ -10,6 +10,7 @@ Ranks exchange a few numbers of each batch while an earlier batch trains::
 from __future__ import annotations
 
 import hashlib
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -108,6 +109,7 @@ class BatchPreparation:
                 cut = split_batch(batch, count, self.padding_spec, on_host=values)
             tokens = sum(map(self._count_loss_tokens, on_host.items))
             self._check_ids(on_host)
+            self._warn_about_unshifted_labels(on_host, tokens)
             self._check_loss_ignores_padded_rows(on_host)
             _check_replays_not_shared(cut.items if isinstance(batch, Mapping) else batch)
             sizes = [self.padding_spec.get_microbatch_rows_and_length(item) for item in on_host.items]
@@ -149,6 +151,23 @@ class BatchPreparation:
                     f" {(position or [0])[0]}; expected ids from 0 to {self.vocabulary - 1}, the model's vocabulary."
                     " Use the tokenizer of the model, or resize its embedding"
                 )
+
+    def _warn_about_unshifted_labels(self, cut: MicroBatches, tokens: int) -> None:
+        """Warn if the labels repeat the input, as for models of transformers, which shift them."""
+        own = type(self.hooks).loss_tokens is not StageHooks.loss_tokens  # such a module may shift labels itself
+        if own or tokens < 16 or self.group.rank():
+            return
+        for item in cut.items:
+            ids, labels = item.get("input_ids"), item.get("labels")
+            if not (isinstance(ids, Tensor) and isinstance(labels, Tensor) and ids.shape == labels.shape):
+                return
+            if not ((labels == ids) | (labels == self.hooks.ignore_index)).all():
+                return
+        warnings.warn(
+            "labels equal input_ids, so the model learns to repeat its input; expected the next token as the label of"
+            " each token, or -100. Shift the labels in the batch: lightning_pipe.llm.losses.cross_entropy.shift_labels",
+            stacklevel=2,
+        )
 
     def _check_loss_ignores_padded_rows(self, cut: MicroBatches) -> None:
         """Check that the loss ignores the copied rows that fill up micro-batches."""

@@ -208,7 +208,8 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
-        if len(self._components_builder.meshes.same_batch) == 1:
+        single = len(self._components_builder.meshes.same_batch) == 1
+        if single:
             # A single pipeline reads all data in the order of its loaders. Lightning's sampler would shuffle it.
             disable_distributed_sampler(trainer)
         module = check_pipeline_module(self.lightning_module, fitting)
@@ -219,10 +220,9 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
         self.model_to_device()
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
             loop.inference_mode = False  # buffers created in inference mode could not be used in training
-        # The losses of PipelineModule are already the same on every rank.
-        warnings.filterwarnings(
-            "ignore", r"It is recommended to use `self\.log\('(val|test)_loss', \.\.\., sync_dist=True"
-        )
+        # Results of a batch are the same on every rank of a pipeline, and losses of PipelineModule on all ranks.
+        names = ".*" if single else "(val|test)_loss"
+        warnings.filterwarnings("ignore", rf"It is recommended to use `self\.log\('{names}', \.\.\., sync_dist=True")
         module._run_in_stages, module._predict_in_stages = self._run_batch, self._predict
         install_loops(trainer)
         if fitting:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from lightning_pipe.engine.common.errors import InputError
 from lightning_pipe.llm.batches.microbatches import count_loss_tokens
 from lightning_pipe.llm.batches.options import Batching
+from lightning_pipe.llm.losses.cross_entropy import shift_labels
 from lightning_pipe.llm.run.preparation import BatchPreparation, StepInputs
 from lightning_pipe.llm.run.stage_hooks import StageHooks
 
@@ -115,6 +117,30 @@ def test_an_id_outside_of_the_vocabulary_is_refused_with_its_place(wrong: int, p
     with pytest.raises(InputError, match=f"{words} 0 to 19"):
         prepare(Group(0, {}), given, vocabulary=20)
     assert prepare(Group(0, {}), given).tokens == 19
+
+
+class Defaults(StageHooks):
+    def build_model(self) -> nn.Module:
+        return nn.Identity()
+
+
+def test_labels_that_repeat_the_input_are_warned_about_on_the_first_rank() -> None:
+    def messages(labels: Tensor, hooks: StageHooks, rank: int = 0) -> list[str]:
+        other: Any = Group(rank, {1 - rank: (1, 2, 10, 20)})
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            BatchPreparation(hooks, Batching(), other, [[0], [1]], 2).begin({"input_ids": ids, "labels": labels})
+        return [str(warning.message) for warning in caught]
+
+    ids = torch.arange(40).view(4, 10)
+    repeated = ids.masked_fill(ids % 10 > 7, -100)
+    (message,) = messages(repeated, Defaults())
+    assert message.startswith(
+        "labels equal input_ids, so the model learns to repeat its input; expected the next token"
+    )
+    assert not messages(shift_labels(ids), Defaults())
+    assert not messages(repeated, Defaults(), rank=1)
+    assert not messages(repeated, Hooks())  # its own loss_tokens
 
 
 def test_rows_that_fill_up_have_no_tokens() -> None:
