@@ -8,6 +8,7 @@ warnings.filterwarnings("ignore", "Using a non-tuple sequence for multidimension
 warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)` is deprecated", module="lightning")
 warnings.filterwarnings("ignore", "'set_vital' is deprecated", module="torchdata")
 warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", module="transformers")
+warnings.filterwarnings("ignore", "Precision bf16-mixed is not supported by the model summary")
 
 
 def _concerns_the_reader(record: logging.LogRecord) -> bool:
