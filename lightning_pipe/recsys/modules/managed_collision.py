@@ -23,6 +23,7 @@ from lightning_pipe._compat.torchrec import (
     table_configs,
     unwrap_managed_collision_module,
 )
+from lightning_pipe.recsys.modules.output_order import drop_added_sample_from_output
 
 _TOLD = "_lightning_pipe_told_of_evictions"
 
@@ -53,6 +54,12 @@ class _ShardedManagedCollisionMixin:
         for id_map in maps:
             id_map.defer_history_sizing()
         return output
+
+    def output_dist(self, ctx: Any, output: Any) -> Any:
+        """TorchRec's output dist. A batch without samples has remapped features of none."""
+        embeddings, remapped = super().output_dist(ctx, output)  # type: ignore[misc]
+        drop_added_sample_from_output(ctx, remapped)
+        return embeddings, remapped
 
     def _evict(self, evictions_per_table: Mapping[str, torch.Tensor | None]) -> None:
         _reset_rows(self, evictions_per_table)  # type: ignore[arg-type]

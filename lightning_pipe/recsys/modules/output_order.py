@@ -114,11 +114,15 @@ class _OrderedOutputMixin:
 
     def output_dist(self, ctx: Any, output: list[torch.Tensor]) -> LazyAwaitable[Any]:
         """TorchRec's output dist, with outputs in the unsharded order."""
-        return self._add_output_callbacks(ctx, super().output_dist(ctx, output))  # type: ignore[misc]
+        return self._complete_output(ctx, super().output_dist(ctx, output))  # type: ignore[misc]
 
     def compute_and_output_dist(self, ctx: Any, input: KJTList) -> LazyAwaitable[Any]:
         """TorchRec's lookup and output dist, with outputs in the unsharded order."""
-        return self._add_output_callbacks(ctx, super().compute_and_output_dist(ctx, input))  # type: ignore[misc]
+        return self._complete_output(ctx, super().compute_and_output_dist(ctx, input))  # type: ignore[misc]
+
+    def _complete_output(self, ctx: Any, awaitable: LazyAwaitable[Any]) -> LazyAwaitable[Any]:
+        drop_added_sample_from_output(ctx, awaitable)
+        return self._add_output_callbacks(ctx, awaitable)
 
 
 class OrderedEmbeddingBagCollection(_OrderedOutputMixin, ShardedEmbeddingBagCollection):
@@ -139,7 +143,7 @@ class OrderedEmbeddingBagCollection(_OrderedOutputMixin, ShardedEmbeddingBagColl
 
     def prepare_features(self, ctx: EmbeddingBagCollectionContext, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
         """Return features to distribute; the divisor of means is computed here, where the lengths of bags are known."""
-        features = _conform_to_first_batch(self, self._configs, features, self._uses_weights)
+        features = _add_sample_if_none(ctx, _conform_to_first_batch(self, self._configs, features, self._uses_weights))
         if self._row_means.needs_division:
             ctx.divisor = self._row_means.divisor(features)
         return features
@@ -165,26 +169,38 @@ class OrderedEmbeddingCollection(_OrderedOutputMixin, ShardedEmbeddingCollection
         self._configs = module.embedding_configs()
 
     def prepare_features(self, ctx: EmbeddingCollectionContext, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """Return features to distribute: for a batch without samples, those of a sample without ids."""
-        features = _conform_to_first_batch(self, self._configs, features, False)
-        ctx.has_samples = features.variable_stride_per_key() or features.stride() > 0
-        return features if ctx.has_samples else FeatureForm.from_features(features).empty(features.device())
+        """Return features to distribute."""
+        return _add_sample_if_none(ctx, _conform_to_first_batch(self, self._configs, features, False))
 
     def _add_output_callbacks(
         self, ctx: EmbeddingCollectionContext, awaitable: LazyAwaitable[dict[str, JaggedTensor]]
     ) -> LazyAwaitable[dict[str, JaggedTensor]]:
-        if not ctx.has_samples:
-            awaitable.callbacks.append(_drop_sample)
         awaitable.callbacks.append(lambda output: {name: output[name] for name in _list_embedding_names(self._configs)})
         return awaitable
 
 
-def _drop_sample(output: dict[str, JaggedTensor]) -> dict[str, JaggedTensor]:
-    """Return the output for a batch without samples: sequences without ids, of no sample."""
-    return {
-        name: JaggedTensor(sequences.values(), lengths=sequences.lengths()[:0], weights=sequences.weights_or_none())
-        for name, sequences in output.items()
-    }
+def _add_sample_if_none(ctx: Any, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    """Return the features; for a batch without samples, those of a sample without ids, since outputs need a shape."""
+    ctx.has_samples = features.variable_stride_per_key() or features.stride() > 0
+    return features if ctx.has_samples else FeatureForm.from_features(features).empty(features.device())
+
+
+def drop_added_sample_from_output(ctx: Any, awaitable: Awaitable[Any]) -> None:
+    """Let an output, or the remapped features, for a batch without samples be those of no sample."""
+    if not ctx.has_samples:
+        awaitable.callbacks.append(_drop_sample)
+
+
+def _drop_sample(output: Any) -> Any:
+    if isinstance(output, dict):  # sequences
+        return {name: _drop_sample(sequences) for name, sequences in output.items()}
+    if isinstance(output, JaggedTensor):
+        return JaggedTensor(output.values(), lengths=output.lengths()[:0], weights=output.weights_or_none())
+    if isinstance(output, KeyedJaggedTensor):
+        return KeyedJaggedTensor(output.keys(), output.values(), output.weights_or_none(), output.lengths()[:0])
+    if isinstance(output, KeyedTensor):
+        return KeyedTensor(output.keys(), output.length_per_key(), output.values()[:0], output.key_dim())
+    return output  # None: no remapped features
 
 
 class OrderedSharder:

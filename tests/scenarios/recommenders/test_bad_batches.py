@@ -57,20 +57,6 @@ def raised(work: Callable[[], Any]) -> str:
     return ""
 
 
-def refused(rank: int, world_size: int, path: Path) -> list[str]:
-    return [
-        raised(lambda plan=plan: train(shard(Model(path / plan), SGD), range(4), plan, make=without_samples))  # type: ignore[misc]
-        for plan in PLANS
-    ]
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_sequences_of_a_batch_without_samples_are_refused_on_every_rank(world_size: int, tmp_path: Path) -> None:
-    for messages in run_ranks(refused, world_size, tmp_path):
-        for message in messages:
-            assert "got 0 samples of the features ['friend', 'item', 'past', 'user']" in message
-
-
 def bags(rank: int, world_size: int, path: Path) -> list[list[torch.Tensor]]:
     return [train(shard(Bags(path / plan), SGD), range(4), plan, make=without_samples) for plan in PLANS]
 
