@@ -77,7 +77,8 @@ def of_torchrec() -> dict[str, int]:
 def of_schedule(schedule: str, *batches: str) -> dict[str, dict[tuple[str, str], int]]:
     """Number of host synchronizations of a step of a language model, on the rank with the most, by batch."""
     ranks = run_ranks(watch_stages, 2, schedule, *batches)
-    return {batch: Counter(map(place, max((rank[batch] for rank in ranks), key=len))) for batch in batches}
+    most = {batch: sorted((rank[batch] for rank in ranks), key=len)[-1] for batch in batches}
+    return {batch: Counter(map(place, syncs)) for batch, syncs in most.items()}
 
 
 def language_row(schedule: str, syncs: dict[tuple[str, str], int]) -> str:
