@@ -1,4 +1,4 @@
-"""Vectors from elsewhere become the initial values of tables, and a trained module becomes a plain one again."""
+"""Vectors from elsewhere are the values of sharded tables, and tables are read back into an unsharded module."""
 
 from __future__ import annotations
 
@@ -10,98 +10,125 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from torch import Tensor, nn
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
-from lightning_pipe.recsys.serving.table_files import write_tables_to_parquet
-from lightning_pipe.strategies import export_checkpoint
+from lightning_pipe.cli.main import main
 from tests.distributed import run_ranks
-from tests.strategies.cases import IDS, WIDTH, Clicks, Managed, Pooled, Sequenced, fit, recsys, state_of
+from tests.strategies.cases import (
+    IDS,
+    SGD,
+    WIDTH,
+    Clicks,
+    Managed,
+    Pooled,
+    difference,
+    fit,
+    is_table,
+    loader,
+    recsys,
+    state_of,
+    trainer,
+)
 
-KINDS = ["row_wise", "column_wise", "table_wise", "data_parallel"]
-VECTORS = np.random.default_rng(3).standard_normal((IDS, WIDTH)).astype(np.float32)
+TABLE = "network.bags.embedding_bags.people.weight"
+KINDS = ("table_wise", "row_wise", "column_wise", "data_parallel")
 
 
-def place_of(network: Any) -> tuple[str, str]:
-    """Module of the tables of a network, and the table that gets the vectors."""
-    return ("history", "past") if network is Sequenced else ("bags", "things")
+def vectors(rows: int = IDS) -> Tensor:
+    return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(11))
 
 
-def with_vectors(network: Any, vectors: Tensor, as_parameter: bool = False) -> Clicks:
-    """A module whose table has these vectors: copied into its weight, or as its weight."""
+def with_matrix(network: Any) -> Clicks:
+    """A module whose tables were copied from a matrix, as in its ``__init__``; on the other ranks, from another one."""
     module = Clicks(network)
-    holder, table = place_of(network)
-    tables = module.network.get_submodule(holder)
-    embedding = (tables.embeddings if network is Sequenced else tables.embedding_bags)[table]  # type: ignore[index]
-    if as_parameter:
-        embedding.weight = nn.Parameter(vectors)
-    else:
-        with torch.no_grad():
-            embedding.weight.copy_(vectors)
+    others = torch.distributed.is_initialized() and torch.distributed.get_rank() > 0
+    with torch.no_grad():
+        for parameter in module.table_parameters():
+            parameter.copy_(vectors(len(parameter)) * (2 if others else 1))
     return module
 
 
-def values_after(rank: int, world_size: int, network: Any, kind: str, file: str | None) -> dict[str, Any]:
-    """The table after set-up and after an epoch, with the vectors of memory or of a file mapped into it."""
-    vectors = torch.from_numpy(VECTORS if file is None else np.load(file, mmap_mode="c"))
-    found = {}
-    for steps in (0, -1):
-        module = with_vectors(network, vectors.clone() if file is None else vectors, as_parameter=file is not None)
-        used = fit(module, recsys("prefetch", {place_of(network)[1]: kind}), max_steps=steps, max_epochs=1)
-        state = state_of(used)
-        (name,) = [name for name in state if name.endswith(f".{place_of(network)[1]}.weight")]
-        found[steps] = state[name]
-    return found
+def mapped(path: Path, mode: Any) -> Clicks:
+    """A module with a table that is a file of vectors, and an optimizer that was set afterwards."""
+    module = Clicks(Pooled)
+    tables: Any = module.network.get_submodule("bags.embedding_bags.people")
+    tables.weight = nn.Parameter(torch.from_numpy(np.load(path, mmap_mode=mode)))
+    apply_optimizer_in_backward(torch.optim.SGD, module.table_parameters(), {"lr": 0.5})
+    return module
 
 
-CASES = [
-    *((Pooled, kind, world_size) for kind in KINDS for world_size in (1, 2)),
-    *((Sequenced, kind, 2) for kind in KINDS[:3]),
-]
+def on_rank(rank: int, world_size: int, folder: Path) -> None:
+    for network, sharding in [*((Pooled, kind) for kind in KINDS), (Managed, None)]:
+        module = with_matrix(network)
+        # One evaluation shards the module, and trains nothing.
+        strategy = recsys("prefetch", dict.fromkeys(("people", "things"), sharding) if sharding else None, SGD)
+        trainer(strategy).predict(module, loader(in_order=True))
+        for name in strategy.sharded_model.tables:
+            table = strategy.sharded_model.full_table(name)
+            assert torch.equal(table, vectors(len(table))), (network, sharding, name)
 
-
-@pytest.mark.parametrize("mapped", [False, True], ids=["in memory", "a mapped file"])
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_table_starts_with_its_vectors_under_every_sharding(world_size: int, mapped: bool, tmp_path: Path) -> None:
-    file = tmp_path / "vectors.npy"
-    np.save(file, VECTORS)
-    for network, kind, ranks in CASES:
-        if ranks != world_size:
-            continue
-        for found in run_ranks(values_after, world_size, network, kind, str(file) if mapped else None):
-            assert torch.equal(found[0], torch.from_numpy(VECTORS)), kind
-            assert not torch.equal(found[-1], found[0]), kind  # it is trained
-    assert np.array_equal(np.load(file), VECTORS)
-
-
-def test_rows_of_an_export_become_the_vectors_of_a_table(tmp_path: Path) -> None:
-    first = fit(Clicks(Pooled), recsys(), max_epochs=1)
-    first.save_checkpoint(tmp_path / "first.ckpt")
-    write_tables_to_parquet(tmp_path / "first.ckpt", tmp_path / "rows")
-    name = "network.bags.embedding_bags.things.weight"
-    file = pq.read_table(tmp_path / "rows" / f"{name}.parquet")
-    vectors = torch.zeros(IDS, WIDTH)
-    vectors[torch.tensor(file["id"].to_numpy())] = torch.tensor(
-        file["vector"].combine_chunks().flatten().to_numpy()
-    ).view(-1, WIDTH)
-    second = fit(with_vectors(Pooled, vectors), recsys(), max_steps=0)
-    assert torch.equal(state_of(second)[name], state_of(first)[name])
-
-
-def trained_and_saved(rank: int, world_size: int, network: Any, folder: Path) -> dict[str, Tensor]:
-    used = fit(Clicks(network), recsys(), max_epochs=1)
-    used.save_checkpoint(folder / "trained.ckpt")
-    return state_of(used)
+    path = folder / "vectors.npy"
+    before = path.read_bytes()
+    for kind in KINDS:
+        plain, module = Clicks(Pooled), mapped(path, "c")
+        with torch.no_grad():
+            plain.get_parameter(TABLE).copy_(vectors())
+        kinds = {"people": kind, "things": "table_wise"}
+        states = [
+            state_of(fit(trained, recsys("prefetch", kinds, SGD), loader(in_order=True), max_epochs=1))
+            for trained in (plain, module)
+        ]
+        assert all(torch.equal(states[0][name], states[1][name]) for name in states[0]), kind
+        assert not torch.equal(states[1][TABLE], vectors())
+    writable = mapped(path, "r+")
+    fit(writable, recsys("prefetch", {"people": "row_wise"}, SGD), loader(in_order=True), max_epochs=1)
+    assert path.read_bytes() == before
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("network", [Pooled, Sequenced, Managed])
-def test_a_plain_module_has_the_trained_values(network: Any, world_size: int, tmp_path: Path) -> None:
-    state, *_ = run_ranks(trained_and_saved, world_size, network, tmp_path)
-    export_checkpoint(tmp_path / "trained.ckpt", tmp_path / "plain.ckpt")
-    plain = Clicks(network)
-    plain.load_state_dict(torch.load(tmp_path / "plain.ckpt", weights_only=True)["state_dict"])
-    values = plain.state_dict()
-    # A rank's maps from ids to rows are those of its own rows.
-    compared = [name for name in state if name in values and "_mch_" not in name]
-    assert len(compared) >= 5
-    assert [name for name in compared if not torch.equal(values[name], state[name])] == []
-    assert isinstance(next(iter(plain.table_parameters())), nn.Parameter)
+def test_tables_begin_with_a_matrix_or_a_mapped_file_under_every_sharding(world_size: int, tmp_path: Path) -> None:
+    np.save(tmp_path / "vectors.npy", vectors().numpy())
+    run_ranks(on_rank, world_size, tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
+def test_a_map_that_cannot_be_written_is_trained_as_well(tmp_path: Path) -> None:
+    np.save(tmp_path / "vectors.npy", vectors().numpy())
+    found = [
+        state_of(fit(mapped(tmp_path / "vectors.npy", mode), recsys(optimizer=SGD), max_epochs=1))
+        for mode in ("r", "c")
+    ]
+    assert difference(found[0], found[1]) == []
+
+
+# ---------------------------------------------------------------------- back into an unsharded module
+
+
+def trained(rank: int, world_size: int, folder: Path) -> dict[str, Tensor]:
+    module = Clicks(Pooled)
+    used = fit(module, recsys("prefetch", {"people": "row_wise", "things": "column_wise"}, SGD), loader(in_order=True))
+    used.save_checkpoint(folder / "end.ckpt")
+    sharded = used.strategy.sharded_model  # type: ignore[attr-defined]
+    state = {name: sharded.full_table(name) for name in sharded.tables} | dict(sharded.dense_parameters())
+    plain = Clicks(Pooled)
+    plain.load_state_dict(state)
+    return {name: parameter.detach() for name, parameter in plain.named_parameters()}
+
+
+def test_an_unsharded_module_gets_the_values_from_the_strategy_and_from_a_checkpoint(tmp_path: Path) -> None:
+    first, second = run_ranks(trained, 2, tmp_path)
+    assert main(["checkpoint", "export", str(tmp_path / "end.ckpt"), str(tmp_path / "end.pt")]) == 0
+    plain = Clicks(Pooled)
+    plain.load_state_dict(torch.load(tmp_path / "end.pt")["state_dict"])
+    loaded = Clicks.load_from_checkpoint(tmp_path / "end.pt", network=Pooled)
+    for name, parameter in plain.named_parameters():
+        for other in (first[name], second[name], loaded.get_parameter(name)):
+            assert torch.equal(parameter, other), name
+
+    assert main(["export", str(tmp_path / "end.ckpt"), "--to", "rows", "--out", str(tmp_path / "rows")]) == 0
+    copied = Clicks(Pooled)
+    for name in filter(is_table, first):
+        rows = pq.read_table(tmp_path / "rows" / f"{name}.parquet")
+        with torch.no_grad():
+            copied.get_parameter(name)[torch.tensor(rows["id"].to_numpy())] = torch.tensor(rows["vector"].to_pylist())
+        assert torch.equal(copied.get_parameter(name), first[name])
