@@ -35,8 +35,19 @@ def unwrap_lookups(lookups: list[nn.Module]) -> None:
 
 @dataclass(frozen=True)
 class _ReplicatedTable:
-    parameter: nn.Parameter  # a view of the kernel's storage, rows x columns
+    weights: torch.Tensor  # a view of the kernel's storage, rows x columns
+    parameter: nn.Parameter  # the same, or a copy in float32 of weights in 16 bits, which steps as a fused kernel does
     optimizer: torch.optim.Optimizer
+
+    def step(self, gradient: torch.Tensor) -> None:
+        is_copy = self.parameter.dtype != self.weights.dtype
+        if is_copy:
+            self.parameter.copy_(self.weights)
+        self.parameter.grad = gradient.view_as(self.parameter).to(self.parameter.dtype)
+        self.optimizer.step()
+        self.parameter.grad = None
+        if is_copy:
+            self.weights.copy_(self.parameter)
 
 
 class _ReplicatedOptimizerProxy(KeyedOptimizer):
@@ -89,9 +100,10 @@ class DataParallelTables:
                 name = names[config.name]
                 table_optimizer = table_optimizers[name]
                 assert table_optimizer.unfused_class is not None
-                parameter = nn.Parameter(view.detach())
+                weights = view.detach()
+                parameter = nn.Parameter(weights.float())
                 optimizer = table_optimizer.unfused_class([parameter], **table_optimizer.hyper_parameters)
-                table = _ReplicatedTable(parameter, optimizer)
+                table = _ReplicatedTable(weights, parameter, optimizer)
                 tables.append(table)
                 self.keyed_optimizers.append(
                     _ReplicatedOptimizerProxy(
@@ -146,9 +158,7 @@ class DataParallelTables:
             for tables, gradient in zip(self._tables, gradients, strict=True):
                 sizes = [table.parameter.numel() for table in tables]
                 for table, part in zip(tables, gradient.split(sizes), strict=True):
-                    table.parameter.grad = part.view_as(table.parameter)
-                    table.optimizer.step()
-                    table.parameter.grad = None
+                    table.step(part)
         self.zero_grad()
 
 

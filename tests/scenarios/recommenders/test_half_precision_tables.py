@@ -19,6 +19,7 @@ from lightning_pipe.cli.main import main
 from lightning_pipe.engine import SetupError
 from tests.distributed import run_ranks
 from tests.strategies.cases import (
+    ADAGRAD,
     IDS,
     SGD,
     WIDTH,
@@ -127,6 +128,21 @@ def test_tables_of_16_bits_train_as_by_hand_under_every_sharding(world_size: int
                 distance = (values.float() - expected[name]).abs()
                 assert distance.max() <= 6 * 2.0**-11 * expected[name].abs().max()
                 assert (distance == 0).float().mean() > 0.9
+
+
+def test_a_replicated_table_of_16_bits_steps_in_32_bits_as_one_that_is_sharded() -> None:
+    """In 16 bits, Adagrad's eps is 0, and rows without a gradient would become 0 / 0."""
+    states = {}
+    for kind in ("row_wise", "data_parallel"):
+        strategy = recsys("prefetch", {"people": kind}, ADAGRAD)
+        states[kind] = state_of(fit(Clicks(Half, optimizers=_optimizer), strategy, loader(in_order=True), max_epochs=1))
+    sharded, replicated = states.values()
+    assert replicated[f"{TABLE} momentum1"].dtype == torch.float32
+    # A step moves a value by up to the rate of 0.1. Six roundings of values below 1, and of gradients, move it by at most
+    # 12 * 2^-11; another optimizer, or none, by far more.
+    distance = (replicated[TABLE].float() - sharded[TABLE].float()).abs()
+    assert distance.max() < 2 * 12 * 2.0**-11  # twice: later gradients differ, too
+    assert (replicated[TABLE].float() - Clicks(Half).state_dict()[TABLE].float()).abs().max() > 0.1
 
 
 def refused(rank: int, world_size: int) -> str:
