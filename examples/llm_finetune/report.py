@@ -15,7 +15,9 @@ class PrintExport(pl.Callback):
         saved = trainer.checkpoint_callback
         if not trainer.is_global_zero or not isinstance(saved, ModelCheckpoint) or not saved.best_model_path:
             return
-        line = f"Checkpoint with a validation perplexity of {saved.best_model_score:.2f}: {saved.best_model_path}"
+        score = saved.best_model_score  # a run that was resumed in another folder and not validated since has none
+        perplexity = "" if score is None else f" with a validation perplexity of {score:.2f}"
+        line = f"Checkpoint{perplexity}: {saved.best_model_path}"
         if Path(saved.best_model_path).is_dir():  # Lightning's own strategies write one file
             target = "pretrained" if module.hparams["lora"] is None else "adapters"
             arguments = f"{saved.best_model_path!r}, {module.hparams['model']!r}, {target!r}"
