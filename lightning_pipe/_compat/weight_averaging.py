@@ -72,6 +72,7 @@ class _TensorAveraging(WeightAveraging):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Do nothing, unless the callback has moved to a trainer with another strategy."""
         if trainer.strategy is not self.strategy:
+            self._average_model = None
             self.__class__ = type(self).__mro__[2]
             self.setup(trainer, pl_module, stage)
 
@@ -101,7 +102,7 @@ class _TensorAveraging(WeightAveraging):
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Do nothing while fitting: the strategy has read the averages."""
+        """Do nothing if there are averages: the strategy has read them."""
         if self._average_model is None:
             super().on_load_checkpoint(trainer, pl_module, checkpoint)
 
@@ -121,6 +122,11 @@ def start_averaging(callback: WeightAveraging, tensors: TrainedTensors, device: 
     callback._average_model = _AveragedTensors(
         tensors, device=callback._device or device, use_buffers=callback._use_buffers, **callback._kwargs
     )
+
+
+def discard_averages(callback: WeightAveraging) -> None:
+    """Release the averages, which are those of another module."""
+    callback._average_model = None
 
 
 def get_averages(callback: WeightAveraging) -> tuple[dict[Any, Tensor], dict[Any, Tensor]]:

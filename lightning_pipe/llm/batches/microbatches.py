@@ -117,13 +117,15 @@ def _split_rows_into_microbatches(
 ) -> MicroBatches:
     """Cut a mapping into groups of consecutive rows."""
     rows = _count_rows(batch, keys)
-    if num_microbatches == 1:
+    if num_microbatches == 1 and not _lists_boundaries(batch):
         return MicroBatches([dict(batch)], rows, 0)
     size = -(-rows // num_microbatches)
     boundaries = [
         {key: copy_to_device_of(next(_tensors_in(batch.get(key)), None), value) for key, value in of_row.items()}
         for of_row in _split_boundaries(on_host, rows, size, keys)
     ]
+    if num_microbatches == 1:
+        return MicroBatches([dict(batch) | boundaries[0]], rows, 0)
     batch = {key: value for key, value in batch.items() if not any(key in of_row for of_row in boundaries)}
     _check_batch_can_be_split(batch, rows, num_microbatches, keys)
     missing = size * num_microbatches - rows
@@ -179,6 +181,8 @@ def _list_boundaries_by_row(boundaries: Any, rows: int, length: int) -> list[Ten
     if isinstance(boundaries, Tensor):
         if boundaries.ndim != 1:
             return []
+        if ((boundaries < 0) | (boundaries > rows * length)).any():
+            return []
         # The boundary between two rows is the end of one and the begin of the other.
         parts = [
             boundaries[(boundaries >= begin) & (boundaries <= begin + length)] - begin
@@ -189,6 +193,10 @@ def _list_boundaries_by_row(boundaries: Any, rows: int, length: int) -> list[Ten
     if not isinstance(boundaries, (list, tuple)):
         return []
     return [part for part in boundaries if isinstance(part, Tensor) and part.ndim == 1 and part.numel() > 1]
+
+
+def _lists_boundaries(batch: Mapping[str, Any]) -> bool:
+    return any(isinstance(batch.get(key), (list, tuple)) for key in BOUNDARIES)
 
 
 def _count_rows(batch: Mapping[str, Any], keys: PadValues) -> int:

@@ -23,8 +23,9 @@ class _FixedRequiresGrad:
     """
 
     __slots__ = ()
-    table: str
-    is_frozen: bool
+    # Of a copy, which is no parameter of the module.
+    table: str = "copy"
+    is_frozen: bool = False
 
     @property
     def requires_grad(self) -> bool:

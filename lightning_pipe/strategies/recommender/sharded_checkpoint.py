@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +84,8 @@ def load_sharded_checkpoint(
 ) -> dict[str, Any]:
     """Load a model and the states of its tables' optimizers from a folder. Every rank calls this function.
 
-    With *averages*, the checkpoint's averaged weights are loaded there, and its trained weights into the model.
+    With *averages*, the checkpoint's averaged weights are loaded there, too, and to continue training
+    (*with_optimizers*), its trained weights are loaded into the model.
     """
     folder, saved, rest = _read_metadata_on_all_ranks(path, weights_only)
     rest.pop(TABLE_OPTIMIZERS, None)
@@ -101,7 +103,8 @@ def load_sharded_checkpoint(
     load_in_place(folder, saved, state, strict=strict, weights_only=weights_only, fix=_FIX)
     _load_model_and_table_optimizer_states(sharded, state["model"], state.get("tables", {}).get("state", {}))
     if averages is not None:
-        averages.load(lambda: _load_trained_values(folder, saved, sharded, weights_only), rest.get(AVERAGING))
+        read_trained = partial(_load_trained_values, folder, saved, sharded, weights_only)
+        averages.load(read_trained if with_optimizers else None, rest.get(AVERAGING))
     maps.fill(with_histories=with_optimizers)
     # States are read for evaluations too: the rows are committed, and training may continue from the store.
     _load_dynamic_rows(folder, rest.pop(DYNAMIC_ROWS, None), sharded, with_optimizers="optimizer_states" in rest)

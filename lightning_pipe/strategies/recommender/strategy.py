@@ -338,6 +338,8 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
             self._session.create_dense_gradient_reducer(self._rates.apply)
             if self._averages is not None:
                 self._averages.start(self._sharded, self.root_device)
+        elif self._averages is not None:
+            self._averages.discard_unless_of(self._sharded)
         self.setup_precision_plugin()
         if fitting:
             optimizers_to_device(self.optimizers, self.root_device)
@@ -602,7 +604,7 @@ class RecsysPipelineStrategy(FolderCheckpointStrategy):
             with_optimizers=fitting,
             strict=module.strict_loading,
             weights_only=self._resolve_weights_only(weights_only),
-            averages=self._averages if fitting else None,
+            averages=self._averages,
         )
         schedule = None if self._rates is None else self._rates.schedule
         if fitting and schedule is not None and "sparse_lr_scheduler" in checkpoint:

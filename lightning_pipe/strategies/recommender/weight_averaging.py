@@ -20,6 +20,7 @@ from lightning_pipe._compat.torch import ShardedTensor, copy_sharded_tensor
 from lightning_pipe._compat.torchrec import cached_tables
 from lightning_pipe._compat.weight_averaging import (
     TrainedTensors,
+    discard_averages,
     get_averages,
     replace_averaging_methods,
     set_number_of_averaged_steps,
@@ -53,7 +54,7 @@ def prepare_averaging(trainer: pl.Trainer, average_tables: bool) -> ShardedWeigh
 class ShardedWeightAverages:
     """Averages of a sharded module's values, which Lightning's callback updates and puts into the module."""
 
-    _sharded: ShardedModel
+    _sharded: ShardedModel | None = None
 
     def __init__(self, callback: WeightAveraging, strategy: Any, average_tables: bool) -> None:
         self._callback, self._average_tables = callback, average_tables
@@ -78,7 +79,14 @@ class ShardedWeightAverages:
         tensors = TrainedTensors(lambda: parameters, sharded.dense_buffers, prepare)
         start_averaging(self._callback, tensors, device)
 
+    def discard_unless_of(self, sharded: ShardedModel) -> None:
+        """Release the averages if they are those of another module, which the trainer has fitted before."""
+        if self._sharded is not sharded:
+            self._sharded = None
+            discard_averages(self._callback)
+
     def _list_averaged_tables(self) -> list[str]:
+        assert self._sharded is not None
         tables = self._sharded.tables.items() if self._average_tables else ()
         return [name for name, table in tables if not table.is_frozen]
 
@@ -86,6 +94,7 @@ class ShardedWeightAverages:
         """Replace the weights in Lightning's dictionary by their averages, and add the trained weights."""
         if AVERAGING not in checkpoint:
             return  # with save_weights_only, Lightning saves the weights that the module has
+        assert self._sharded is not None
         state, module = checkpoint["state_dict"], self._sharded.module
         averaged, trained = get_averages(self._callback)
         shared = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
@@ -105,17 +114,21 @@ class ShardedWeightAverages:
                 for values in parts
             )
 
-    def load(self, read_trained_weights: Callable[[], None], averaging_state: Any) -> None:
+    def load(self, read_trained_weights: Callable[[], None] | None, averaging_state: Any) -> None:
         """Take the module's weights, just read from a checkpoint, as averages, and read the trained weights.
 
         Args:
-            read_trained_weights: function that reads them into the module.
+            read_trained_weights: function that reads them into the module; None to evaluate the averages.
             averaging_state: what the checkpoint has under that key, None if it was written without averages.
         """
+        if self._sharded is None:
+            return
         averaged, trained = get_averages(self._callback)
         with torch.no_grad():
             for key, value in trained.items():
                 averaged[key].copy_(value)
+        if read_trained_weights is None:
+            return
         if averaging_state is None:
             rank_zero_warn(
                 "the checkpoint was written without a callback that averages weights, so the averages begin with its"

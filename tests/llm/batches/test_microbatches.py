@@ -143,6 +143,8 @@ def test_document_boundaries_are_cut_into_those_of_each_packed_row(boundaries: A
         ("cu_seq_lens_k", ENDS[0], 3),  # of the first row only
         ("cu_seq_lens_k", torch.tensor([0, 2, 5, 8, 19, 23]), 3),  # a document in two rows
         ("cu_seq_lens_q", torch.tensor([2, 5, 8, 16, 24]), 3),
+        ("cu_seq_lens_q", torch.tensor([0, 2, 8, 16, 24, 32]), 3),  # of a larger batch
+        ("cu_seq_lens_q", torch.tensor([-1, 0, 8, 16, 24]), 3),
         ("cu_seq_lens_q", torch.stack([ENDS[0], ENDS[0], ENDS[0]]), 3),
         ("max_length_q", 3, 3),
     ],
@@ -155,6 +157,11 @@ def test_boundaries_that_are_not_those_of_rows_are_refused(key: str, value: Any,
             split_batch(batch, num_microbatches, PadValues(chunk_dims=dims))
     rows = [{"input_ids": torch.ones(1, 3), key: value} for _ in range(4)]
     assert all(item[key] is value for item in split_batch(rows, 4).items)
+
+
+def test_the_boundaries_of_the_only_row_may_be_a_list() -> None:
+    (item,) = split_batch({"input_ids": torch.ones(1, 8), "cu_seq_lens_q": ENDS[:1]}, 1).items
+    assert torch.equal(item["cu_seq_lens_q"], ENDS[0])
 
 
 @pytest.mark.parametrize(

@@ -138,8 +138,8 @@ def test_a_replicated_table_of_16_bits_steps_in_32_bits_as_one_that_is_sharded()
         states[kind] = state_of(fit(Clicks(Half, optimizers=_optimizer), strategy, loader(in_order=True), max_epochs=1))
     sharded, replicated = states.values()
     assert replicated[f"{TABLE} momentum1"].dtype == torch.float32
-    # A step moves a value by up to the rate of 0.1. Six roundings of values below 1, and of gradients, move it by at most
-    # 12 * 2^-11; another optimizer, or none, by far more.
+    # A step moves a value by up to the rate of 0.1. Six roundings of values below 1, and of gradients, move it by at
+    # most 12 * 2^-11; another optimizer, or none, by far more.
     distance = (replicated[TABLE].float() - sharded[TABLE].float()).abs()
     assert distance.max() < 2 * 12 * 2.0**-11  # twice: later gradients differ, too
     assert (replicated[TABLE].float() - Clicks(Half).state_dict()[TABLE].float()).abs().max() > 0.1

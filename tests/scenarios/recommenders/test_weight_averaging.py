@@ -221,6 +221,24 @@ def test_an_exported_checkpoint_and_an_evaluation_have_the_averages(tmp_path: Pa
     assert ByHand.differences(weights_of(module), averages) == []
 
 
+@pytest.mark.parametrize("average_tables", [True, False])
+def test_an_evaluation_after_training_has_the_averages_of_the_checkpoint_that_it_reads(
+    average_tables: bool, tmp_path: Path
+) -> None:
+    module, callback, path = Clicks(Mixed), averaging(), tmp_path / "middle.ckpt"
+    strategy = recsys("prefetch", average_tables=average_tables)
+    used = fit(module, strategy, callbacks=[callback, SaveAt(path, 3)], max_epochs=2)
+    expected = trainer(recsys()).validate(Clicks(Mixed), loader(8), ckpt_path=path, verbose=False)
+    assert used.validate(module, loader(8), verbose=False) != expected
+    for _ in range(2):
+        assert used.validate(module, loader(8), ckpt_path=path, verbose=False) == expected
+    assert used.test(module, loader(8), ckpt_path=path, verbose=False)[0]["test_loss"] == expected[0]["val_loss"]
+    # Another module, and another trainer with the callback, are evaluated as they are.
+    other = trainer(recsys()).validate(Clicks(Mixed), loader(8), verbose=False)
+    assert used.validate(Clicks(Mixed), loader(8), verbose=False) == other
+    assert trainer(recsys(), callbacks=[callback]).validate(module, loader(8), verbose=False) == expected
+
+
 def test_averages_begin_with_the_weights_of_a_checkpoint_without_any(tmp_path: Path) -> None:
     fit(Clicks(), recsys(), max_epochs=1).save_checkpoint(tmp_path / "plain.ckpt")
     module, by_hand = Clicks(), ByHand(False)
