@@ -209,10 +209,10 @@ def test_deferred_receives_come_later_and_nothing_else_changes(name: str) -> Non
             before, after = (without_receives(actions[: actions.index(received)]) for actions in (row, other))
             assert len(before) <= len(after) < len(without_receives(row))
     # Both ranks receive what the other sends in the order in which it is sent: messages have no names.
-    for row, other in (deferred, deferred[::-1]):
-        sent = [action for action in row if "SEND" in action]
-        received = [action for action in other if "RECV" in action]
-        assert [message(action) for action in sent] == [message(action) for action in received]
+    for sender, receiver in (deferred, deferred[::-1]):
+        sent = [action for action in sender if "SEND" in action]
+        arrived = [action for action in receiver if "RECV" in action]
+        assert [message(action) for action in sent] == [message(action) for action in arrived]
 
 
 @pytest.mark.parametrize("most", [1, 2, 4])
