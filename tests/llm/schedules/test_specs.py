@@ -58,8 +58,8 @@ def test_a_schedule_is_found_by_our_name_pytorchs_name_and_its_class(name: str) 
         assert get_schedule_class(pytorch_name.removeprefix("Schedule")) is spec.schedule_class
         names += [pytorch_name, pytorch_name.lower(), pytorch_name.removeprefix("Schedule")]
     for given in names:
-        assert resolve_schedule_spec(given) is spec
-    assert resolve_schedule_spec(spec.schedule_class) is spec
+        assert resolve_schedule_spec(given) == spec
+    assert resolve_schedule_spec(spec.schedule_class) == spec
 
 
 def test_an_unknown_name_is_refused_with_the_names_there_are() -> None:
