@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._inductor import config as inductor_config
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
@@ -237,6 +238,7 @@ def test_options_train_as_under_the_serial_plan_and_add_no_graph(name: str) -> N
     assert len(set(graphs[6:])) == 1
 
 
+@inductor_config.patch(compile_threads=1)  # in this process, so that no thread or process is left behind
 def test_inductor_trains_the_same_under_plans_and_what_lightnings_loop_trains() -> None:
     def run(plan: str | None, backend: str | None) -> dict[str, Any]:
         module = Counted(Dlrm, backend, in_backward=ADAGRAD)
