@@ -6,7 +6,6 @@ with the module's by their order. Here it gets the tensors to average from the s
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -142,4 +141,4 @@ def get_averages(callback: WeightAveraging) -> tuple[dict[Any, Tensor], dict[Any
 def set_number_of_averaged_steps(callback: WeightAveraging, state: Any) -> None:
     """Set the number of averaged steps from a checkpoint's ``averaging_state``."""
     average: Any = callback._average_model
-    average.n_averaged.copy_(copy.deepcopy(state["n_averaged"]))
+    average.n_averaged.copy_(state["n_averaged"])

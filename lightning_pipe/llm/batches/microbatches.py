@@ -125,7 +125,7 @@ def _split_rows_into_microbatches(
         for of_row in _split_boundaries(on_host, rows, size, keys)
     ]
     if num_microbatches == 1:
-        return MicroBatches([dict(batch) | boundaries[0]], rows, 0)
+        return MicroBatches([dict(batch) | (boundaries[0] if boundaries else {})], rows, 0)
     batch = {key: value for key, value in batch.items() if not any(key in of_row for of_row in boundaries)}
     _check_batch_can_be_split(batch, rows, num_microbatches, keys)
     missing = size * num_microbatches - rows

@@ -154,8 +154,9 @@ class BatchPreparation:
 
     def _warn_about_unshifted_labels(self, cut: MicroBatches, tokens: int) -> None:
         """Warn if the labels repeat the input, as for models of transformers, which shift them."""
-        own = type(self.hooks).loss_tokens is not StageHooks.loss_tokens  # such a module may shift labels itself
-        if own or tokens < 16 or self.group.rank():
+        # A module with another count may shift labels itself.
+        counts_otherwise = type(self.hooks).loss_tokens is not StageHooks.loss_tokens
+        if counts_otherwise or tokens < 16 or self.group.rank():
             return
         for item in cut.items:
             ids, labels = item.get("input_ids"), item.get("labels")

@@ -23,9 +23,8 @@ class _FixedRequiresGrad:
     """
 
     __slots__ = ()
-    # Of a copy, which is no parameter of the module.
-    table: str = "copy"
-    is_frozen: bool = False
+    table: str
+    is_frozen: bool
 
     @property
     def requires_grad(self) -> bool:
@@ -63,6 +62,10 @@ class RemoteTableParameter(_FixedRequiresGrad, nn.Parameter):
     """TorchRec's empty parameter of a table that other ranks have."""
 
     __slots__ = ()
+
+    def __deepcopy__(self, memo: Any) -> nn.Parameter:
+        """Return a plain parameter, since a copy is no table of the module."""
+        return nn.Parameter(self.data.clone(), self.requires_grad)
 
 
 def install_table_freezing_check(name: str, parameter: nn.Parameter, is_frozen: bool) -> None:

@@ -80,8 +80,8 @@ def save_stage_checkpoint(
             optimizers, module, f"the checkpoint {str(path)!r} cannot be written"
         )
         groups = []
-        for number, (own_names, packed) in enumerate(zip(names_by_optimizer, checkpoint[OPTIMIZERS], strict=True)):
-            names = [*map(plain_name, own_names)]
+        for number, (module_names, packed) in enumerate(zip(names_by_optimizer, checkpoint[OPTIMIZERS], strict=True)):
+            names = [*map(plain_name, module_names)]
             state[get_optimizer_checkpoint_key(number)] = {
                 "state": {names[index]: value for index, value in packed["state"].items()}
             }
@@ -121,10 +121,10 @@ def load_stage_checkpoint(
     ranks = all_gather_objects(
         [*state[MODEL], *(name for names in names_by_optimizer for name in names)], dist.group.WORLD
     )
-    own_names = CompiledNameMap(name for names in ranks for name in names)
-    saved = own_names.rename_metadata(saved)
+    module_names = CompiledNameMap(name for names in ranks for name in names)
+    saved = module_names.rename_metadata(saved)
     groups = [
-        [{**group, "params": [own_names(name) for name in group["params"]]} for group in of_optimizer]
+        [{**group, "params": [module_names(name) for name in group["params"]]} for group in of_optimizer]
         for of_optimizer in groups
     ]
     problems = find_checkpoint_mismatches(saved, state, strict) + find_optimizer_mismatches(

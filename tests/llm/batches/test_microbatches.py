@@ -162,6 +162,9 @@ def test_boundaries_that_are_not_those_of_rows_are_refused(key: str, value: Any,
 def test_the_boundaries_of_the_only_row_may_be_a_list() -> None:
     (item,) = split_batch({"input_ids": torch.ones(1, 8), "cu_seq_lens_q": ENDS[:1]}, 1).items
     assert torch.equal(item["cu_seq_lens_q"], ENDS[0])
+    whole = {"input_ids": torch.ones(1, 8), "cu_seq_lens_q": ENDS[:1]}
+    (item,) = split_batch(whole, 1, PadValues(chunk_dims={"cu_seq_lens_q": None})).items
+    assert item["cu_seq_lens_q"] is whole["cu_seq_lens_q"]
 
 
 @pytest.mark.parametrize(
