@@ -183,7 +183,7 @@ class _Rank:
     def abandon(self, reason: str) -> None:
         """Kills the process; the failure shows where its threads stood."""
         # The signal writes the stacks of all threads and ends the process, even one that hangs in native code.
-        self._signal(signal.SIGUSR1)
+        self._signal(signal.SIGUSR2)
         self._process.join(END)
         self.failure = reason + self._where_it_stood()
 
@@ -328,7 +328,8 @@ def _serve(
     file = os.open(stacks, os.O_WRONLY | os.O_CREAT)
     faulthandler.enable(file)
     # After the stacks comes the signal's own effect, the end of the process.
-    faulthandler.register(signal.SIGUSR1, file, chain=True)
+    faulthandler.register(signal.SIGUSR2, file, chain=True)
+    keep_fault_handlers()
     threading.Thread(target=_end_with_parent, name="end with parent", daemon=True).start()
     codes = [1]
     # The last handler to run, since it is the first to register: Python has ended by then, and the libraries' own
@@ -345,6 +346,15 @@ def _serve(
     _leave_group()
     codes.append(0)
     atexit._run_exitfuncs()  # which the server leaves out
+
+
+def keep_fault_handlers() -> None:
+    """Lightning resets the handlers of all signals behind a run to those that Python has set: stacks would be lost."""
+    from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
+
+    faults = {signal.SIGUSR2, signal.SIGSEGV, signal.SIGFPE, signal.SIGABRT, signal.SIGBUS, signal.SIGILL}
+    others = signal.valid_signals() - faults
+    _SignalConnector._valid_signals = staticmethod(lambda: set(others))  # type: ignore[method-assign]
 
 
 def _call(call: bytes, rank: int, world_size: int, store: str, timeout: float, end: float) -> bytes:

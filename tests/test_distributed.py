@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch import Trainer
 
 from tests.distributed import THREADS, run_ranks
 
@@ -79,6 +80,10 @@ def raise_on_one(rank: int, world_size: int, begun: Path) -> None:
     if rank == 1:
         begun.read_bytes()
         raise ValueError("the others wait")
+    # A run of Lightning is over, which has set the handlers of all signals again.
+    trainer = Trainer(accelerator="cpu", devices=1, barebones=True)
+    trainer._signal_connector.register_signal_handlers()
+    trainer._signal_connector.teardown()
     wait_for_ever(begun)
 
 

@@ -23,7 +23,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from tests.distributed import fork_preloaded
+from tests.distributed import fork_preloaded, keep_fault_handlers
 from tests.patience import HANG
 
 # How long (seconds) a process may take to end once it was told to.
@@ -163,7 +163,7 @@ def _run(
             break
     for rank, process in enumerate(ranks):
         if rank not in ends:
-            os.kill(process.pid or 0, signal.SIGUSR1)  # the stacks of its threads, and its end
+            os.kill(process.pid or 0, signal.SIGUSR2)  # the stacks of its threads, and its end
             process.join(END)
             process.kill()
         process.join()
@@ -198,7 +198,8 @@ def _rank(call: bytes, rank: int, world_size: int, folder: Path, listening: sock
     for stream in (sys.stdout, sys.stderr):
         os.dup2(output, stream.fileno())
     faulthandler.enable(output)
-    faulthandler.register(signal.SIGUSR1, output, chain=True)
+    faulthandler.register(signal.SIGUSR2, output, chain=True)
+    keep_fault_handlers()
     # A shell ignores it for what it starts in the background, and so would these processes.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     port = listening.getsockname()[1]
