@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 
+from lightning_pipe._compat.compiled_backward import inductor_with_split_backward
 from lightning_pipe._compat.torch import set_donated_buffers
 from lightning_pipe.llm.model.stage_module import PassThroughModule, StageModule
 
 
-def compile_layers(stage: StageModule, layers: Iterable[str], **options: Any) -> None:
+def compile_layers(stage: StageModule, layers: Iterable[str], *, split_backward: bool = False, **options: Any) -> None:
     """Compile a stage's own layers in place, without changing modules or names.
 
     Call it after :func:`~lightning_pipe.llm.model.activation_checkpoint.apply_activation_checkpoint` and before
@@ -24,13 +25,16 @@ def compile_layers(stage: StageModule, layers: Iterable[str], **options: Any) ->
     compiles each length separately, which gives the fastest code for few lengths: use it with the strategy's static
     lengths, or with fewer buckets than ``recompile_limit``.
 
-    *Backward in two parts.* A compiled layer's backward is one node of the graph, which computes the gradients of
-    inputs and weights together. Zero-bubble schedules and DualPipeV therefore run all of it twice, and need
-    :func:`disable_donated_buffers` before the first step. Prefer 1F1B or interleaved 1F1B with compiled layers.
+    *Backward in two parts.* With ``split_backward``, Inductor compiles a backward as two graphs, which compute the
+    gradients of the inputs and those of the weights when a zero-bubble schedule or DualPipeV asks for them. Other
+    backends, and layers that a model compiles itself, have one backward for both, which these schedules run twice. All
+    of them need :func:`disable_donated_buffers` before the first step.
 
     *Random numbers.* Inductor draws other random numbers than eager mode, unless
     ``torch._inductor.config.fallback_random`` is set.
     """
+    if split_backward and options.get("backend", "inductor") == "inductor":
+        options["backend"] = inductor_with_split_backward
     for name in layers:
         layer = stage.module.get_submodule(name)
         if not isinstance(layer, PassThroughModule):

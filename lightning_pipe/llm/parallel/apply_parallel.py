@@ -30,6 +30,7 @@ class StageParallelism:
     meshes: ParallelMeshes | None = None
     activation_checkpoint: ActivationCheckpoint | None = None
     compile_options: Mapping[str, Any] | None = None
+    split_backward: bool = False
 
     @property
     def dimensions(self) -> ParallelDims:
@@ -79,7 +80,11 @@ class StageParallelism:
             )
         self.apply_activation_checkpoint(stage, config.layer_fqns)
         if self.compile_options is not None:
-            compile_layers(stage, config.layer_fqns, **self.compile_options)
+            # PyTorch 2.14 cannot compile the backward of DTensors with sizes that vary (a RecursionError).
+            options = {"dynamic": False} if meshes is not None and meshes.tensor is not None else {}
+            compile_layers(
+                stage, config.layer_fqns, split_backward=self.split_backward, **options | dict(self.compile_options)
+            )
         if meshes is not None and meshes.data is not None:
             reshard = self.dimensions.reshard_after_forward
             apply_data_parallel(stage, config.layer_fqns, meshes.data, reshard_after_forward=reshard)

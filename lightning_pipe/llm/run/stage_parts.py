@@ -43,6 +43,7 @@ from lightning_pipe.llm.run.preparation import BatchPreparation
 from lightning_pipe.llm.run.schedule_runner import ScheduleRunner
 from lightning_pipe.llm.run.stage_gradients import StageGradients
 from lightning_pipe.llm.run.stage_hooks import StageHooks
+from lightning_pipe.llm.schedules.checks import splits_backward
 from lightning_pipe.llm.schedules.execution import check_shared_for_split_backward
 from lightning_pipe.llm.schedules.specs import ScheduleSpec, map_stages_to_ranks, stages_of_rank
 from lightning_pipe.llm.split.options import SplitOptions
@@ -174,7 +175,9 @@ class LLMPipelineComponentsBuilder:
             local_stages=stages_of_rank(plan.spec, pipeline.get_local_rank(), plan.pipeline_size, plan.stages_per_rank),
             options=plan.split,
             device=self.device,
-            parallelism=replace(settings.parallelism, meshes=meshes),
+            parallelism=replace(
+                settings.parallelism, meshes=meshes, split_backward=splits_backward(plan.spec) is not False
+            ),
             pretrained=weights,
             example=make_example_factory(module, plan.num_microbatches),
             placeholders=placeholders,

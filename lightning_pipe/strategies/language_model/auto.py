@@ -19,7 +19,6 @@ from lightning_pipe.llm.choice.schedule_choice import ScheduleCandidate
 from lightning_pipe.llm.parallel.parallel_dims import ParallelDims
 from lightning_pipe.llm.run.options import LLMOptions
 from lightning_pipe.llm.run.stage_parts import StagePlan
-from lightning_pipe.llm.schedules.checks import splits_backward
 from lightning_pipe.llm.schedules.specs import ScheduleSpec, resolve_schedule_spec
 from lightning_pipe.strategies.auto_plan_options import write_choice
 from lightning_pipe.strategies.language_model.choice_report import choice_report
@@ -130,8 +129,6 @@ class AutoLLMPipelineStrategy(LLMPipelineStrategy):
         )
 
     def _is_schedule_supported(self, spec: ScheduleSpec) -> bool:
-        if self._options.compile_options is not None and splits_backward(spec) is not False:
-            return False  # each part of a split backward of a compiled layer would run the whole backward
         try:
             self._options.check_schedule(spec, self._components_builder.meshes.dimensions)
         except SetupError:

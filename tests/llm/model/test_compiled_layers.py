@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch._functorch.config
+import torch._inductor.config as inductor_config
+from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.overrides import TorchFunctionMode
 
+from lightning_pipe._compat.pipelining import stage_backward_input, stage_backward_weight
 from lightning_pipe.llm.model.activation_checkpoint import apply_activation_checkpoint
 from lightning_pipe.llm.model.compiled_layers import compile_layers, disable_donated_buffers
 from lightning_pipe.llm.model.stage_module import StageModule, make_stage_module
@@ -20,6 +24,8 @@ from tests.tiers import sampled, wanted
 
 # Lowers what inductor would, to eager kernels: no compiler of C++ is needed, and it takes no time.
 OPTIONS: Any = {"backend": "aot_eager", "fullgraph": True}
+# Inductor, with backwards in two parts.
+SPLIT: Any = {"split_backward": True, "fullgraph": True}
 TOLERANCE = 1e-6
 
 
@@ -125,32 +131,68 @@ def test_a_layers_backward_runs_twice_also_where_one_was_compiled_before_that_co
     loss.backward()
 
 
+def count_products(work: Callable[[], Any]) -> tuple[Any, int]:
+    """What the work returns, and the number of its matrix products."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        value = work()
+    return value, sum(event.count for event in profile.key_averages() if event.key in ("aten::mm", "aten::addmm"))
+
+
+def run_parts(model: nn.Module, value: torch.Tensor) -> list[int]:
+    """Runs the model and its backward in two parts; returns each part's number of matrix products."""
+    loss = model(value).square().sum()
+    (_, groups), first = count_products(lambda: stage_backward_input([loss], None, [value], model.parameters()))
+    _, second = count_products(lambda: stage_backward_weight(model.parameters(), groups))
+    return [first, second]
+
+
+@pytest.mark.parametrize("dynamic", sampled([False, True], lambda dynamic: not dynamic))
+@inductor_config.patch(compile_threads=1)
+def test_each_part_of_a_layers_backward_computes_its_own_gradients_only(dynamic: bool) -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4), nn.LayerNorm(4))
+    plain, value = copy.deepcopy(model), torch.randn(3, 4, requires_grad=True)
+    compile_layers(StageModule(nn.ModuleDict({"layer": model}), 0, 1), ["layer"], **SPLIT, dynamic=dynamic)
+    restore = disable_donated_buffers()
+    try:
+        run_parts(model, torch.randn(3, 4, requires_grad=True))  # compiles
+        model.zero_grad()
+        assert run_parts(model, value) == [2, 2]
+    finally:
+        restore()
+    expected = torch.autograd.grad(plain(value).square().sum(), [value, *plain.parameters()])
+    for mine, other in zip([value.grad, *(one.grad for one in model.parameters())], expected, strict=True):
+        torch.testing.assert_close(mine, other)
+
+
 # ---------------------------------------------------------------------- schedules, on two ranks
 
-CASES: dict[str, tuple[str, Any, bool, tuple[int, ...]]] = {
-    "1f1b, two lengths": ("1f1b", None, False, (6, 7)),
-    "zero bubble, two lengths": ("zbv_zero_bubble", None, False, (6, 7)),
-    "1f1b, sharded": ("1f1b", None, True, (6,)),
-    "zero bubble, sharded": ("zbv_zero_bubble", None, True, (6,)),
-    "1f1b, selective": ("1f1b", "selective", False, (6,)),
-    "zero bubble, sharded, full": ("zbv_zero_bubble", "full", True, (6,)),
-    "zero bubble, sharded, selective": ("zbv_zero_bubble", "selective", True, (6,)),
+CASES: dict[str, tuple[str, Any, Any, bool, tuple[int, ...]]] = {
+    "1f1b, two lengths": ("1f1b", OPTIONS, None, False, (6, 7)),
+    "zero bubble, two lengths": ("zbv_zero_bubble", SPLIT, None, False, (6, 7)),
+    "zero bubble, whole backwards": ("zbv_zero_bubble", OPTIONS, None, False, (6,)),
+    "1f1b, sharded": ("1f1b", OPTIONS, None, True, (6,)),
+    "zero bubble, sharded": ("zbv_zero_bubble", SPLIT, None, True, (6,)),
+    "both ways, sharded": ("dualpipev", SPLIT, None, True, (6,)),
+    "1f1b, selective": ("1f1b", OPTIONS, "selective", False, (6,)),
+    "zero bubble, sharded, full": ("zbv_zero_bubble", SPLIT, "full", True, (6,)),
+    "zero bubble, sharded, selective": ("zbv_zero_bubble", SPLIT, "selective", True, (6,)),
 }
 
 
 OFTEN = ("1f1b, two lengths", "zero bubble, sharded, selective")
 
 
+@inductor_config.patch(compile_threads=1, fallback_random=True)
 def run_schedules(rank: int, world_size: int, cases: list[str]) -> dict[str, list[str]]:
     wrong: dict[str, list[str]] = {}
     restore = disable_donated_buffers()
     for case in cases:
-        schedule, mode, sharded, lengths = CASES[case]
+        schedule, options, mode, sharded, lengths = CASES[case]
 
-        def prepare(stage: StageModule, mode: Any = mode) -> None:
+        def prepare(stage: StageModule, mode: Any = mode, options: Any = options) -> None:
             if mode is not None:
                 apply_activation_checkpoint(stage, CONFIG.layer_fqns, mode)
-            compile_layers(stage, CONFIG.layer_fqns, **OPTIONS)
+            compile_layers(stage, CONFIG.layer_fqns, **options)
 
         expected, _ = train_stages(rank, schedule, lengths=lengths)
         mine, _ = train_stages(rank, schedule, prepare, sharded=sharded, lengths=lengths)

@@ -170,6 +170,10 @@ class Other(Tiny):
         return batch | {"input_ids": (batch["input_ids"] + self.global_rank) % VOCABULARY}
 
 
+def llama() -> TinyHF:
+    return TinyHF(hf_config("llama") | {"num_key_value_heads": 2})
+
+
 def on_two_ranks(rank: int, world: int, folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for case in CASES:
@@ -183,6 +187,9 @@ def on_two_ranks(rank: int, world: int, folder: Path) -> dict[str, Any]:
             "parameters": {name: value.detach() for name, value in module.model.named_parameters()},
             "put back": torch._functorch.config.donated_buffer,
         }
+    module = llama()
+    fit(module, llm("zbv_zero_bubble", tp=2, compile_layers=AOT), row_batches(STEPS))
+    found["compiled, tensor parallel"] = module.losses
     found["no example"] = refused(Tiny(), balance="time")
     found["several tensors"] = refused(Handing(as_one=False, told=False))
     try:
@@ -224,6 +231,14 @@ def test_training_comes_to_what_one_device_comes_to(case: str, ranks: Any) -> No
     expected = Reference.exactly(alone()) if exact else Reference.of(alone)
     found = ({"losses": rank[case]["losses"]} | rank[case]["parameters"] for rank in ranks)
     assert not ranks_beyond_rounding(found, expected)
+
+
+def test_compiled_layers_that_ranks_share_are_trained_on_several_lengths(ranks: Any) -> None:
+    def losses() -> dict[str, Any]:
+        return {"losses": train_with_lightning(llama(), row_batches(STEPS)).losses}
+
+    expected = Reference.of(losses)
+    assert not ranks_beyond_rounding(({"losses": rank["compiled, tensor parallel"]} for rank in ranks), expected)
 
 
 def test_settings_of_the_compiler_are_put_back(ranks: Any) -> None:
