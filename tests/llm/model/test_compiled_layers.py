@@ -131,6 +131,16 @@ def test_a_layers_backward_runs_twice_also_where_one_was_compiled_before_that_co
     loss.backward()
 
 
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.norm = nn.Linear(4, 8), nn.Linear(8, 4), nn.LayerNorm(4)
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.norm(self.down(nn.functional.gelu(self.up(value))))
+        return output
+
+
 def count_products(work: Callable[[], Any]) -> tuple[Any, int]:
     """What the work returns, and the number of its matrix products."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
@@ -149,7 +159,7 @@ def run_parts(model: nn.Module, value: torch.Tensor) -> list[int]:
 @pytest.mark.parametrize("dynamic", sampled([False, True], lambda dynamic: not dynamic))
 @inductor_config.patch(compile_threads=1)
 def test_each_part_of_a_layers_backward_computes_its_own_gradients_only(dynamic: bool) -> None:
-    model = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4), nn.LayerNorm(4))
+    model = Layer()
     plain, value = copy.deepcopy(model), torch.randn(3, 4, requires_grad=True)
     compile_layers(StageModule(nn.ModuleDict({"layer": model}), 0, 1), ["layer"], **SPLIT, dynamic=dynamic)
     restore = disable_donated_buffers()
