@@ -1,7 +1,8 @@
 """Values logged with ``self.log``, as plain data for a checkpoint. Lightning's checkpoints do not contain them.
 
 A run that continues from a checkpoint needs them for work that was due when the checkpoint was written: schedulers and
-callbacks that monitor a value, and the means of the current epoch.
+callbacks that monitor a value, and the means of the current epoch. They are stored with the step of the last save of each
+``ModelCheckpoint``, which decides whether its next save is due.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.callbacks.early_stopping import EarlyStoppingReason
 from torch import Tensor
 from torchmetrics import Metric
@@ -24,6 +26,9 @@ _ARGUMENTS = ("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable
               "dataloader_idx", "metric_attribute")  # fmt: skip
 _REDUCTIONS: dict[str, Any] = {"torch.mean": torch.mean, "torch.max": torch.max, "torch.min": torch.min,
                                "torch.sum": torch.sum, "max": max, "min": min, "sum": sum}  # fmt: skip
+
+# Attributes of ModelCheckpoint that decide about its next save, but that its state does not contain.
+_SAVES = ("_last_global_step_saved", "_defer_save_until_validation")
 
 # Of each logged value: accumulated value, number of rows or None, value of the last step, True if it was reset.
 Accumulated = list[tuple[ResultMetric, Any, Any, Any, bool]]
@@ -59,7 +64,15 @@ def get_logged_values_state(loop: Any) -> dict[str, Any]:
         "latest": latest,
         "epoch": [entry for entry in entries if entry is not None],
         "stopped": loop.stop_due or (trainer.should_stop and bool(reasons)),
+        "saves": {
+            callback.state_key: [getattr(callback, name) for name in _SAVES]
+            for callback in _get_checkpoint_callbacks(trainer)
+        },
     }
+
+
+def _get_checkpoint_callbacks(trainer: pl.Trainer) -> list[ModelCheckpoint]:
+    return [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
 
 
 def _get_early_stopping_callbacks(trainer: pl.Trainer) -> Sequence[Any]:
@@ -148,6 +161,15 @@ def restore_logged_values(loop: Any, packed: dict[str, Any]) -> None:
     for entry in packed["epoch"]:
         _restore_logged_value(loop._results, entry, trainer, device)
     loop.values_before_batch = snapshot_results(loop._results)
+    path = str(trainer.ckpt_path)
+    for callback in _get_checkpoint_callbacks(trainer):
+        if path in (callback.best_model_path, callback.last_model_path, *callback.best_k_models):
+            # The callback has written this checkpoint, and changes its attributes only afterwards.
+            callback._last_global_step_saved, callback._defer_save_until_validation = trainer.global_step, False
+            callback._last_checkpoint_saved = path
+        elif callback.state_key in packed["saves"]:
+            for name, value in zip(_SAVES, packed["saves"][callback.state_key], strict=True):
+                setattr(callback, name, value)
     stops = bool(packed["stopped"] and _get_early_stopping_callbacks(trainer))
     epochs: Any = trainer.fit_loop.epoch_progress.current
     finished = epochs.ready == epochs.processed

@@ -220,6 +220,8 @@ class PipelineTrainingEpochLoop(TrainingEpochLoop):
             return
         if self._must_validate_before_batch(data_fetcher):
             return
+        if self.restarting and self.global_step == self.max_steps:
+            raise StopIteration  # nothing is due but the end of the epoch
         try:
             batch, is_trained = self._begin_batch()
             output: Any = None

@@ -11,7 +11,13 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.callbacks import (
+    Callback,
+    GradientAccumulationScheduler,
+    ModelCheckpoint,
+    OnExceptionCheckpoint,
+    StochasticWeightAveraging,
+)
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
@@ -299,6 +305,22 @@ def test_with_a_limit_of_steps_from_the_end_of_an_epoch(
         assert [done + count for count in after.validated] == [count for count in whole.validated if count > done]
         for one, other in zip(after.parameters(), whole.parameters(), strict=True):
             assert torch.equal(one, other)
+
+
+CALLBACKS: dict[str, Callable[[], Callback]] = {
+    "accumulation": lambda: GradientAccumulationScheduler({1: 2}),
+    "averaging": lambda: StochasticWeightAveraging(0.01, swa_epoch_start=2, annealing_epochs=3),
+}
+
+
+@pytest.mark.parametrize("callback", CALLBACKS.values(), ids=CALLBACKS)
+@pytest.mark.parametrize("batches", [8, 12, 16])
+def test_a_resumed_epoch_has_what_callbacks_set_at_its_start(
+    batches: int, callback: Callable[[], Callback], tmp_path: Path
+) -> None:
+    whole = run(None, callback(), **NONE)
+    run(None, callback(), Saves(tmp_path / "a.ckpt", "on_train_batch_end", batches), **NONE)
+    assert_goes_on(whole, run(tmp_path / "a.ckpt", callback(), **NONE), batches, due=batches == 12)
 
 
 def test_a_damaged_state_of_the_data_is_an_error_in_words(tmp_path: Path) -> None:
