@@ -1,8 +1,8 @@
 """Values logged with ``self.log``, as plain data for a checkpoint. Lightning's checkpoints do not contain them.
 
 A run that continues from a checkpoint needs them for work that was due when the checkpoint was written: schedulers and
-callbacks that monitor a value, and the means of the current epoch. They are stored with the step of the last save of each
-``ModelCheckpoint``, which decides whether its next save is due.
+callbacks that monitor a value, and the means of the current epoch. The same holds for attributes by which a
+``ModelCheckpoint`` decides whether a save is due.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _ARGUMENTS = ("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable
 _REDUCTIONS: dict[str, Any] = {"torch.mean": torch.mean, "torch.max": torch.max, "torch.min": torch.min,
                                "torch.sum": torch.sum, "max": max, "min": min, "sum": sum}  # fmt: skip
 
-# Attributes of ModelCheckpoint that decide about its next save, but that its state does not contain.
+# Those attributes of ModelCheckpoint.
 _SAVES = ("_last_global_step_saved", "_defer_save_until_validation")
 
 # Of each logged value: accumulated value, number of rows or None, value of the last step, True if it was reset.
@@ -161,14 +161,14 @@ def restore_logged_values(loop: Any, packed: dict[str, Any]) -> None:
     for entry in packed["epoch"]:
         _restore_logged_value(loop._results, entry, trainer, device)
     loop.values_before_batch = snapshot_results(loop._results)
-    path = str(trainer.ckpt_path)
+    path, saves = str(trainer.ckpt_path), packed.get("saves", {})
     for callback in _get_checkpoint_callbacks(trainer):
         if path in (callback.best_model_path, callback.last_model_path, *callback.best_k_models):
             # The callback has written this checkpoint, and changes its attributes only afterwards.
             callback._last_global_step_saved, callback._defer_save_until_validation = trainer.global_step, False
             callback._last_checkpoint_saved = path
-        elif callback.state_key in packed["saves"]:
-            for name, value in zip(_SAVES, packed["saves"][callback.state_key], strict=True):
+        else:
+            for name, value in zip(_SAVES, saves.get(callback.state_key, ()), strict=False):
                 setattr(callback, name, value)
     stops = bool(packed["stopped"] and _get_early_stopping_callbacks(trainer))
     epochs: Any = trainer.fit_loop.epoch_progress.current

@@ -114,7 +114,7 @@ class PipelineFitLoop(FitLoop):
 
     @property
     def done(self) -> bool:
-        """True after the last epoch. An epoch in which ``max_steps`` was reached ends first, if the run resumes in it."""
+        """True after the last epoch. A run that resumes in an epoch that ``max_steps`` has ended does what is due."""
         epochs: Any = self.epoch_progress.current
         at_last_step = self.restarting and self.epoch_loop.global_step == self.max_steps
         if at_last_step and epochs.started > epochs.processed and epochs.processed != self.max_epochs:

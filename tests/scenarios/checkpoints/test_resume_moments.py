@@ -307,6 +307,30 @@ def test_with_a_limit_of_steps_from_the_end_of_an_epoch(
             assert torch.equal(one, other)
 
 
+# A hook; how many batches have begun by then; how many of them are trained; whether a validation is due.
+LAST_MOMENTS = [
+    ("on_before_optimizer_step", 8, 7, True),
+    ("on_train_batch_end", 8, 8, True),
+    ("on_validation_batch_end", 8, 8, True),
+    ("on_validation_end", 8, 8, False),
+    ("on_train_batch_start", 8, 8, False),
+]
+
+
+@pytest.mark.parametrize(("hook", "batches", "done", "validates"), LAST_MOMENTS)
+def test_a_run_ends_the_epoch_in_which_a_limit_of_steps_ends_it(
+    hook: str, batches: int, done: int, validates: bool, write: Write
+) -> None:
+    limited: dict[str, Any] = {**EVERY_OTHER, "max_epochs": -1, "max_steps": 8}
+    path = write((hook, batches), [moment[:2] for moment in LAST_MOMENTS], **{**limited, "max_steps": 9})
+    whole, after = whole_run(**limited), run(path, **limited)
+    assert after.trained == whole.trained[done:]
+    assert [done + count for count in after.validated] == ([8] if validates else [])
+    assert [done + count for count in after.ended] == [8]
+    for one, other in zip(after.parameters(), whole.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
 CALLBACKS: dict[str, Callable[[], Callback]] = {
     "accumulation": lambda: GradientAccumulationScheduler({1: 2}),
     "averaging": lambda: StochasticWeightAveraging(0.01, swa_epoch_start=2, annealing_epochs=3),
