@@ -7,6 +7,7 @@ callbacks that monitor a value, and the means of the current epoch. The same hol
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,9 +27,6 @@ _ARGUMENTS = ("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable
               "dataloader_idx", "metric_attribute")  # fmt: skip
 _REDUCTIONS: dict[str, Any] = {"torch.mean": torch.mean, "torch.max": torch.max, "torch.min": torch.min,
                                "torch.sum": torch.sum, "max": max, "min": min, "sum": sum}  # fmt: skip
-
-# Those attributes of ModelCheckpoint.
-_SAVES = ("_last_global_step_saved", "_defer_save_until_validation")
 
 # Of each logged value: accumulated value, number of rows or None, value of the last step, True if it was reset.
 Accumulated = list[tuple[ResultMetric, Any, Any, Any, bool]]
@@ -57,6 +55,8 @@ def get_logged_values_state(loop: Any) -> dict[str, Any]:
     again = loop.batch_progress.current.ready != loop.batch_progress.current.processed
     values = loop.values_before_batch if again else snapshot_results(loop._results)
     entries = [_serialize_logged_value(again, *value) for value in values]
+    # A callback ends its deferral after the save.
+    validated = trainer.lightning_module._current_fx_name == "on_validation_end"
     reasons = {stopping.stopping_reason for stopping in _get_early_stopping_callbacks(trainer)} - {
         EarlyStoppingReason.NOT_STOPPED
     }
@@ -65,7 +65,10 @@ def get_logged_values_state(loop: Any) -> dict[str, Any]:
         "epoch": [entry for entry in entries if entry is not None],
         "stopped": loop.stop_due or (trainer.should_stop and bool(reasons)),
         "saves": {
-            callback.state_key: [getattr(callback, name) for name in _SAVES]
+            callback.state_key: {
+                "last_step": callback._last_global_step_saved,
+                "deferred": callback._defer_save_until_validation and not validated,
+            }
             for callback in _get_checkpoint_callbacks(trainer)
         },
     }
@@ -161,15 +164,15 @@ def restore_logged_values(loop: Any, packed: dict[str, Any]) -> None:
     for entry in packed["epoch"]:
         _restore_logged_value(loop._results, entry, trainer, device)
     loop.values_before_batch = snapshot_results(loop._results)
-    path, saves = str(trainer.ckpt_path), packed.get("saves", {})
+    start = os.path.realpath(str(trainer.ckpt_path))
     for callback in _get_checkpoint_callbacks(trainer):
-        if path in (callback.best_model_path, callback.last_model_path, *callback.best_k_models):
-            # The callback has written this checkpoint, and changes its attributes only afterwards.
-            callback._last_global_step_saved, callback._defer_save_until_validation = trainer.global_step, False
-            callback._last_checkpoint_saved = path
-        else:
-            for name, value in zip(_SAVES, saves.get(callback.state_key, ()), strict=False):
-                setattr(callback, name, value)
+        if saved := packed.get("saves", {}).get(callback.state_key):
+            callback._last_global_step_saved = saved["last_step"]
+            callback._defer_save_until_validation = saved["deferred"]
+        paths = [callback.best_model_path, callback.last_model_path, *callback.best_k_models]
+        if start in [os.path.realpath(path) for path in paths if path]:
+            # The callback has written this checkpoint, and noted that afterwards.
+            callback._last_global_step_saved, callback._last_checkpoint_saved = trainer.global_step, start
     stops = bool(packed["stopped"] and _get_early_stopping_callbacks(trainer))
     epochs: Any = trainer.fit_loop.epoch_progress.current
     finished = epochs.ready == epochs.processed

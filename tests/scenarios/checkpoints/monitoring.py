@@ -5,6 +5,7 @@ As in ``resuming.py``, a resumed run is seeded otherwise: whatever it shares wit
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
 from dataclasses import dataclass, field
@@ -158,7 +159,7 @@ def run(family: str, setting: Setting, world: int, seed: int, folder: Path, star
     torch.manual_seed(seed)
     random.seed(seed)
     data = Data(Loaded(family), 1 if FAMILIES[family].shares_data else world)
-    path = None if start is None else folder / "saved" / start
+    path = None if start is None else os.path.relpath(folder / "saved" / start)
     trainer.fit(module, datamodule=data, ckpt_path=path, weights_only=None if path is None else True)
     return Noted(
         notes.rates,

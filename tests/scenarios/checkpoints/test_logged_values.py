@@ -57,6 +57,12 @@ SETTINGS = [
         options={"max_steps": 2 * BATCHES + 2, "max_epochs": -1},
     ),
     Setting(
+        "best by a save that waits for a validation",
+        "step",
+        validates=1,
+        saving={"monitor": "val_loss", "filename": "{step}-{val_loss}", **AFTER_VALIDATION, "every_n_train_steps": 4},
+    ),
+    Setting(
         "best by a validation after the checkpoint",
         "step",
         "followed_step",
