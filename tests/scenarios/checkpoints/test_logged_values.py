@@ -71,7 +71,7 @@ SETTINGS = [
     ),
 ]
 
-# Of these, each setting is quick under one family.
+# The family and number of ranks of a setting that `make test` runs, if not `pipeline` on one rank.
 QUICK = {
     "plateau by step on validation": ("recsys", 2),
     "stop by validation": ("llm", 2),
