@@ -1,16 +1,19 @@
 """Values logged with ``self.log``, as plain data for a checkpoint. Lightning's checkpoints do not contain them.
 
 A run that continues from a checkpoint needs them for work that was due when the checkpoint was written: schedulers and
-callbacks that monitor a value, and the means of the current epoch.
+callbacks that monitor a value, and the means of the current epoch. The same holds for attributes by which a
+``ModelCheckpoint`` decides whether a save is due.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.callbacks.early_stopping import EarlyStoppingReason
 from torch import Tensor
 from torchmetrics import Metric
@@ -52,6 +55,8 @@ def get_logged_values_state(loop: Any) -> dict[str, Any]:
     again = loop.batch_progress.current.ready != loop.batch_progress.current.processed
     values = loop.values_before_batch if again else snapshot_results(loop._results)
     entries = [_serialize_logged_value(again, *value) for value in values]
+    # A callback ends its deferral after the save.
+    validated = trainer.lightning_module._current_fx_name == "on_validation_end"
     reasons = {stopping.stopping_reason for stopping in _get_early_stopping_callbacks(trainer)} - {
         EarlyStoppingReason.NOT_STOPPED
     }
@@ -59,7 +64,18 @@ def get_logged_values_state(loop: Any) -> dict[str, Any]:
         "latest": latest,
         "epoch": [entry for entry in entries if entry is not None],
         "stopped": loop.stop_due or (trainer.should_stop and bool(reasons)),
+        "saves": {
+            callback.state_key: {
+                "last_step": callback._last_global_step_saved,
+                "deferred": callback._defer_save_until_validation and not validated,
+            }
+            for callback in _get_checkpoint_callbacks(trainer)
+        },
     }
+
+
+def _get_checkpoint_callbacks(trainer: pl.Trainer) -> list[ModelCheckpoint]:
+    return [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
 
 
 def _get_early_stopping_callbacks(trainer: pl.Trainer) -> Sequence[Any]:
@@ -148,6 +164,15 @@ def restore_logged_values(loop: Any, packed: dict[str, Any]) -> None:
     for entry in packed["epoch"]:
         _restore_logged_value(loop._results, entry, trainer, device)
     loop.values_before_batch = snapshot_results(loop._results)
+    start = os.path.realpath(str(trainer.ckpt_path))
+    for callback in _get_checkpoint_callbacks(trainer):
+        if saved := packed.get("saves", {}).get(callback.state_key):
+            callback._last_global_step_saved = saved["last_step"]
+            callback._defer_save_until_validation = saved["deferred"]
+        paths = [callback.best_model_path, callback.last_model_path, *callback.best_k_models]
+        if start in [os.path.realpath(path) for path in paths if path]:
+            # The callback has written this checkpoint, and noted that afterwards.
+            callback._last_global_step_saved, callback._last_checkpoint_saved = trainer.global_step, start
     stops = bool(packed["stopped"] and _get_early_stopping_callbacks(trainer))
     epochs: Any = trainer.fit_loop.epoch_progress.current
     finished = epochs.ready == epochs.processed

@@ -9,6 +9,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch.distributed as dist
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
@@ -112,6 +113,15 @@ class PipelineFitLoop(FitLoop):
         self._convert_progress_to_current_ranks()
 
     @property
+    def done(self) -> bool:
+        """True after the last epoch. A run that resumes in an epoch that ``max_steps`` has ended does what is due."""
+        epochs: Any = self.epoch_progress.current
+        at_last_step = self.restarting and self.epoch_loop.global_step == self.max_steps
+        if at_last_step and epochs.started > epochs.processed and epochs.processed != self.max_epochs:
+            return bool(self.max_batches == 0 or self.trainer.should_stop)
+        return super().done
+
+    @property
     def skip(self) -> bool:
         """True if there is nothing to train. Lightning asks this once a run, and then leaves it without a reset."""
         skips = super().skip
@@ -154,6 +164,12 @@ class PipelineFitLoop(FitLoop):
             # Reloaded loaders and hooks draw the same random numbers as in the previous run.
             set_rng_states(point.common, self.trainer.strategy.root_device)
         super().on_advance_start()
+        if self.restarted_mid_epoch:
+            for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
+                # They set values of the trainer there, which are not in the checkpoint.
+                swa = isinstance(callback, StochasticWeightAveraging) and self.trainer.current_epoch <= callback.swa_end
+                if swa or isinstance(callback, GradientAccumulationScheduler):
+                    callback.on_train_epoch_start(self.trainer, self.trainer.lightning_module)
 
     def on_advance_end(self) -> None:
         if self._has_logged:

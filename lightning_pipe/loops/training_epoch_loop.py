@@ -214,12 +214,15 @@ class PipelineTrainingEpochLoop(TrainingEpochLoop):
             self.val_loop.restarting = False
             notify_logger_of_batch_end(self)
             return
-        if isinstance(data_fetcher, DataLoaderIterDataFetcher):
+        at_last_step = self.restarting and self.global_step == self.max_steps
+        if isinstance(data_fetcher, DataLoaderIterDataFetcher) and not at_last_step:
             # The user's step fetches batches itself, so no batch can be moved ahead.
             super().advance(data_fetcher)
             return
         if self._must_validate_before_batch(data_fetcher):
             return
+        if at_last_step:
+            raise StopIteration  # nothing is due but the end of the epoch
         try:
             batch, is_trained = self._begin_batch()
             output: Any = None

@@ -213,8 +213,9 @@ class LLMPipelineStrategy(FolderCheckpointStrategy):
             # A single pipeline reads all data in the order of its loaders. Lightning's sampler would shuffle it.
             disable_distributed_sampler(trainer)
         module = check_pipeline_module(self.lightning_module, fitting)
-        if fitting and self.world_size > 1:
-            check_callbacks(trainer)
+        if fitting:
+            # WeightAveraging builds the module before it copies it, which suffices on one rank.
+            check_callbacks(trainer, averages_weights=self.world_size == 1)
         self._split(module)
         self.precision_plugin.convert_module(module)
         self.model_to_device()

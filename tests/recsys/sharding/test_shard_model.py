@@ -374,6 +374,13 @@ def test_a_module_sharded_already_is_refused() -> None:
     assert "is sharded already" in error_of(model=model)
 
 
+@pytest.mark.usefixtures("one_rank")
+def test_a_compiled_embedding_module_is_refused_by_name() -> None:
+    model: Any = make_model()
+    model.pooled = torch.compile(model.pooled)
+    assert "module pooled is the result of torch.compile" in error_of(model=model)
+
+
 # What sharding leaves of the module.
 
 

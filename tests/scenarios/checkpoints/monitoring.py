@@ -5,6 +5,7 @@ As in ``resuming.py``, a resumed run is seeded otherwise: whatever it shares wit
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
 from dataclasses import dataclass, field
@@ -23,7 +24,10 @@ from tests.scenarios.checkpoints.resuming import Setting as Loaded
 
 @dataclass(frozen=True)
 class Setting:
-    """What a run monitors: a plateau of steps or epochs, a stop, checkpoints; validates every so many batches."""
+    """What a run monitors: a plateau of steps or epochs, a stop, checkpoints; validates every so many batches.
+
+    *best* are options of another callback for checkpoints, which no run continues from.
+    """
 
     name: str
     interval: str | None = None
@@ -33,6 +37,7 @@ class Setting:
     saving: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
     frequency: int = 1
+    best: dict[str, Any] | None = None
 
     def __str__(self) -> str:
         return self.name
@@ -50,7 +55,7 @@ class Noted:
     final: dict[str, Tensor]
     epochs: dict[int, float]
     files: list[str]
-    best: str
+    best: list[str]
     lowest: list[float]
     values: dict[str, float]
     saved: dict[str, int]
@@ -134,6 +139,7 @@ def run(family: str, setting: Setting, world: int, seed: int, folder: Path, star
     module = monitored(family, setting)
     notes = Notes()
     saves = Saves(folder / "copies" if start is None else None, dirpath=folder / "saved", **setting.saving)
+    best = [] if setting.best is None else [ModelCheckpoint(folder / "saved", save_top_k=-1, **setting.best)]
     stops = [] if setting.stop is None else [EarlyStopping(setting.stop, min_delta=10.0, patience=1)]
     validates: dict[str, Any] = {} if setting.validates is None else {"val_check_interval": setting.validates}
     trainer = pl.Trainer(
@@ -147,13 +153,13 @@ def run(family: str, setting: Setting, world: int, seed: int, folder: Path, star
             "max_epochs": EPOCHS,
             **({"limit_val_batches": 0} if setting.validates == 0 else validates),
             **setting.options,
-            "callbacks": [notes, *stops, saves],
+            "callbacks": [notes, *stops, *best, saves],
         }
     )
     torch.manual_seed(seed)
     random.seed(seed)
     data = Data(Loaded(family), 1 if FAMILIES[family].shares_data else world)
-    path = None if start is None else folder / "saved" / start
+    path = None if start is None else os.path.relpath(folder / "saved" / start)
     trainer.fit(module, datamodule=data, ckpt_path=path, weights_only=None if path is None else True)
     return Noted(
         notes.rates,
@@ -162,7 +168,7 @@ def run(family: str, setting: Setting, world: int, seed: int, folder: Path, star
         notes.epochs,
         # The first rank replaces the folder before its next run.
         sorted(file.name for file in (folder / "saved").iterdir()) if trainer.is_global_zero else [],
-        Path(saves.best_model_path).name,
+        [Path(callback.best_model_path).name for callback in (*best, saves)],
         [config.scheduler.state_dict()["best"] for config in trainer.lr_scheduler_configs],
         {name: float(value) for name, value in trainer.callback_metrics.items()},
         saves.saved,

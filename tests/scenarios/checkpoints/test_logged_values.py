@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,9 @@ from lightning_pipe.engine import SetupError
 from tests.distributed import run_ranks
 from tests.loops.models import Net, trainer
 from tests.scenarios.checkpoints.monitoring import Noted, Setting, from_every_checkpoint
-from tests.scenarios.checkpoints.resuming import BATCHES, EPOCHS
+from tests.scenarios.checkpoints.resuming import BATCHES, EPOCHS, FAMILIES
 from tests.scenarios.faults.forked_ranks import Here, Nursery, nursery, told
-from tests.tiers import sampled
+from tests.tiers import sampled, sampled_rows
 
 EACH_STEP: dict[str, Any] = {"every_n_train_steps": 1}
 AFTER_VALIDATION: dict[str, Any] = {"save_on_train_epoch_end": False}
@@ -47,14 +48,47 @@ SETTINGS = [
         saving=AFTER_VALIDATION,
         options={"accumulate_grad_batches": 2},
     ),
+    Setting("plateau by epoch of one step", "epoch", saving=EACH_STEP, options={"accumulate_grad_batches": BATCHES}),
+    Setting(
+        "plateau with a limit of steps",
+        "epoch",
+        validates=2,
+        saving=EACH_STEP,
+        options={"max_steps": 2 * BATCHES + 2, "max_epochs": -1},
+    ),
+    Setting(
+        "best by a save that waits for a validation",
+        "step",
+        validates=1,
+        saving={"monitor": "val_loss", "filename": "{step}-{val_loss}", **AFTER_VALIDATION, "every_n_train_steps": 4},
+    ),
+    Setting(
+        "best by a validation after the checkpoint",
+        "step",
+        "followed_step",
+        saving=EACH_STEP,
+        best={"monitor": "val_loss", "filename": "{step}-{val_loss}", **AFTER_VALIDATION, "every_n_train_steps": 2},
+    ),
 ]
 
-FAMILY_RUNS = [
-    ("recsys", 2, "plateau by step on validation"),
-    ("llm", 2, "stop by validation"),
-    ("in_process", 1, "stop by training"),
-    ("pipeline", 2, "plateau by epoch on a metric"),
+# The family and number of ranks of a setting that `make test` runs, if not `pipeline` on one rank.
+QUICK = {
+    "plateau by step on validation": ("recsys", 2),
+    "stop by validation": ("llm", 2),
+    "stop by training": ("in_process", 1),
+    "plateau by epoch on a metric": ("pipeline", 2),
+}
+RUNS = [
+    (family, world, setting)
+    for family, world in itertools.product(FAMILIES, (1, 2))
+    if (family, world) != ("in_process", 2)  # has one rank
+    for setting in SETTINGS
 ]
+
+
+def is_quick(run: tuple[str, int, Setting]) -> bool:
+    family, world, setting = run
+    return (family, world) == QUICK.get(setting.name, ("pipeline", 1))
 
 
 def check(setting: Setting, whole: Noted, found: dict[str, list[str]]) -> None:
@@ -64,13 +98,6 @@ def check(setting: Setting, whole: Noted, found: dict[str, list[str]]) -> None:
     assert len(found) >= 2
     differing = {name: differences for name, differences in found.items() if differences}
     assert not differing, "\n".join(f"from {name}: {what}" for name, what in differing.items())
-
-
-@pytest.mark.parametrize(
-    "setting", [one for one in SETTINGS if one.name not in {name for *_, name in FAMILY_RUNS}], ids=str
-)
-def test_from_every_checkpoint_on_one_rank(setting: Setting, tmp_path: Path) -> None:
-    check(setting, *from_every_checkpoint(0, 1, "pipeline", setting, tmp_path))
 
 
 @pytest.fixture(scope="module")
@@ -83,9 +110,10 @@ def continued(here: Here, family: str, setting: Setting) -> Any:
     return from_every_checkpoint(here.rank, here.world_size, family, setting, here.folder)
 
 
-@pytest.mark.parametrize(("family", "world", "name"), FAMILY_RUNS)
-def test_from_every_checkpoint_of_each_family(family: str, world: int, name: str, ranks: Nursery) -> None:
-    setting = next(one for one in SETTINGS if one.name == name)
+@pytest.mark.parametrize(
+    ("family", "world", "setting"), sampled_rows(RUNS, is_quick, lambda run: "-".join(map(str, run)))
+)
+def test_from_every_checkpoint(family: str, world: int, setting: Setting, ranks: Nursery) -> None:
     ended = ranks.run(continued, world, family, setting)
     assert all(rank.code == 0 for rank in ended), told(ended)
     for rank in ended:

@@ -11,7 +11,13 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.callbacks import (
+    Callback,
+    GradientAccumulationScheduler,
+    ModelCheckpoint,
+    OnExceptionCheckpoint,
+    StochasticWeightAveraging,
+)
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
@@ -299,6 +305,46 @@ def test_with_a_limit_of_steps_from_the_end_of_an_epoch(
         assert [done + count for count in after.validated] == [count for count in whole.validated if count > done]
         for one, other in zip(after.parameters(), whole.parameters(), strict=True):
             assert torch.equal(one, other)
+
+
+# A hook; how many batches have begun by then; how many of them are trained; whether a validation is due.
+LAST_MOMENTS = [
+    ("on_before_optimizer_step", 8, 7, True),
+    ("on_train_batch_end", 8, 8, True),
+    ("on_validation_batch_end", 8, 8, True),
+    ("on_validation_end", 8, 8, False),
+    ("on_train_batch_start", 8, 8, False),
+]
+
+
+@pytest.mark.parametrize(("hook", "batches", "done", "validates"), LAST_MOMENTS)
+def test_a_run_ends_the_epoch_in_which_a_limit_of_steps_ends_it(
+    hook: str, batches: int, done: int, validates: bool, write: Write
+) -> None:
+    limited: dict[str, Any] = {**EVERY_OTHER, "max_epochs": -1, "max_steps": 8}
+    path = write((hook, batches), [moment[:2] for moment in LAST_MOMENTS], **{**limited, "max_steps": 9})
+    whole, after = whole_run(**limited), run(path, **limited)
+    assert after.trained == whole.trained[done:]
+    assert [done + count for count in after.validated] == ([8] if validates else [])
+    assert [done + count for count in after.ended] == [8]
+    for one, other in zip(after.parameters(), whole.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+CALLBACKS: dict[str, Callable[[], Callback]] = {
+    "accumulation": lambda: GradientAccumulationScheduler({1: 2}),
+    "averaging": lambda: StochasticWeightAveraging(0.01, swa_epoch_start=2, annealing_epochs=3),
+}
+
+
+@pytest.mark.parametrize("callback", CALLBACKS.values(), ids=CALLBACKS)
+@pytest.mark.parametrize("batches", [8, 12, 16])
+def test_a_resumed_epoch_has_what_callbacks_set_at_its_start(
+    batches: int, callback: Callable[[], Callback], tmp_path: Path
+) -> None:
+    whole = run(None, callback(), **NONE)
+    run(None, callback(), Saves(tmp_path / "a.ckpt", "on_train_batch_end", batches), **NONE)
+    assert_goes_on(whole, run(tmp_path / "a.ckpt", callback(), **NONE), batches, due=batches == 12)
 
 
 def test_a_damaged_state_of_the_data_is_an_error_in_words(tmp_path: Path) -> None:

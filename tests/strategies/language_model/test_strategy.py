@@ -10,7 +10,7 @@ from unittest import mock
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.callbacks import EarlyStopping, StochasticWeightAveraging
 from torch import Tensor, nn
 
 from lightning_pipe.engine import InputError, SetupError
@@ -466,6 +466,12 @@ def test_bad_arguments_are_refused_at_once(given: dict[str, Any], words: list[st
     with pytest.raises(SetupError) as error:
         llm(**given)
     assert all(word in str(error.value) for word in words)
+
+
+def test_averaging_by_a_copy_from_before_the_model_is_built_is_refused_on_one_rank() -> None:
+    averaging = StochasticWeightAveraging(0.01, swa_epoch_start=1)
+    with pytest.raises(SetupError, match=r"StochasticWeightAveraging .* \(1 here\).* or EMAWeightAveraging"):
+        fit(Tiny(), llm("gpipe"), row_batches(1), callbacks=[averaging])
 
 
 # ---------------------------------------------------------------------- hooks; one process is a pipeline, too
