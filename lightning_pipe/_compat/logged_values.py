@@ -166,7 +166,7 @@ def restore_logged_values(loop: Any, packed: dict[str, Any]) -> None:
     loop.values_before_batch = snapshot_results(loop._results)
     start = os.path.realpath(str(trainer.ckpt_path))
     for callback in _get_checkpoint_callbacks(trainer):
-        if saved := packed.get("saves", {}).get(callback.state_key):
+        if saved := packed["saves"].get(callback.state_key):
             callback._last_global_step_saved = saved["last_step"]
             callback._defer_save_until_validation = saved["deferred"]
         paths = [callback.best_model_path, callback.last_model_path, *callback.best_k_models]
