@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipe.llm.batches.microbatches import MicroBatches, split_batch
-from lightning_pipe.llm.batches.padding import PadValues
+from lightning_pipe.llm.batches.padding import BOUNDARIES, PadValues, extend_last_document
 from lightning_pipe.llm.losses.router_losses import RouterLosses, sum_router_losses
 from lightning_pipe.llm.model.built_stages import HandBuiltStages
 from lightning_pipe.llm.model.derived_config import derive_pp_module_config
@@ -34,7 +34,7 @@ class PipelineModule(StageHooks, pl.LightningModule):
     :class:`~lightning_pipe.llm.run.stage_hooks.StageHooks`.
 
     Under Lightning's built-in strategies the whole batch is one micro-batch, unless the loader returns a list of
-    micro-batches.
+    micro-batches, or rows with document boundaries (``cu_seq_lens``), each of which is then a micro-batch.
     """
 
     def __init__(self) -> None:
@@ -99,8 +99,16 @@ class PipelineModule(StageHooks, pl.LightningModule):
         return results if isinstance(batch, (list, tuple)) else parts.merge_outputs(results)
 
     def _convert_to_microbatches(self, batch: Any) -> MicroBatches:
-        count = len(batch) if isinstance(batch, (list, tuple)) else 1
-        return split_batch(batch, count, PadValues(labels=self.ignore_index))
+        count, padding = 1, PadValues(labels=self.ignore_index)
+        if isinstance(batch, (list, tuple)):
+            count = len(batch)
+        elif isinstance(batch, Mapping) and any(batch.get(key) is not None for key in BOUNDARIES):
+            count = max(1, padding.get_microbatch_rows_and_length(batch)[0])  # boundaries are those of one row
+        parts = split_batch(batch, count, padding)
+        for part in parts.items:
+            rows, length = padding.get_microbatch_rows_and_length(part)
+            extend_last_document(part, length, rows)
+        return parts
 
     def _make_loss_function(self, micro_batch: Mapping[str, Any]) -> Callable[[Tensor], Tensor]:
         return lambda output: self.summed_loss(output, micro_batch)
