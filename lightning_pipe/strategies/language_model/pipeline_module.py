@@ -19,12 +19,13 @@ from lightning_pipe.llm.model.hf_experts import has_routers
 from lightning_pipe.llm.model.routing_replay import (
     ROUTED_EXPERTS,
     MoEBlockInfo,
+    check_replays_not_shared,
     check_routed_experts,
     install_moe_block_tracking,
     pop_routed_experts_from_batch,
 )
 from lightning_pipe.llm.parallel.hf_document_masking import HFDocumentMasking
-from lightning_pipe.llm.run.stage_hooks import BatchResult, RouterLossMeans, StageHooks
+from lightning_pipe.llm.run.stage_hooks import BatchResult, RouterLossMeans, StageHooks, warn_about_unshifted_labels
 
 
 class PipelineModule(StageHooks, pl.LightningModule):
@@ -72,6 +73,8 @@ class PipelineModule(StageHooks, pl.LightningModule):
             losses.append(of_routers.scale_with_loss(loss))
             routers.append(of_routers)
         tokens = sum(part_losses.tokens for part_losses in routers)
+        if not self.global_rank:
+            warn_about_unshifted_labels(self, parts.items, tokens)
         means = RouterLossMeans.from_sums(sum_router_losses(routers))
         return BatchResult(torch.stack(losses).sum() / max(tokens, 1), tokens, means)
 
@@ -105,6 +108,7 @@ class PipelineModule(StageHooks, pl.LightningModule):
         elif isinstance(batch, Mapping) and any(batch.get(key) is not None for key in BOUNDARIES):
             count = max(1, padding.get_microbatch_rows_and_length(batch)[0])  # boundaries are those of one row
         parts = split_batch(batch, count, padding)
+        check_replays_not_shared(parts.items)
         for part in parts.items:
             rows, length = padding.get_microbatch_rows_and_length(part)
             extend_last_document(part, length, rows)
