@@ -146,10 +146,14 @@ def test_an_epoch_without_counted_labels_has_no_mean(strategy: Any) -> None:
     assert all(metrics[name].isnan() for name in METRICS)
 
 
+# Labels that count: two pipelines have some in turn, and then neither has any.
+TWO_HALVES = (2, 0, 0, 0, 3, 0)
+
+
 def evaluated_on_ranks(rank: int, world: int, schedule: str, dims: dict[str, int]) -> dict[str, Tensor]:
-    """Metrics of four batches, of which each of two pipelines has a half."""
-    data = counting([2, 3, 0, 0])
-    mine = data if dims["pp"] == world else data[2 * rank :][:2]
+    """Metrics of six batches, of which each of two pipelines has a half."""
+    data = counting(TWO_HALVES)
+    mine = data if dims["pp"] == world else data[3 * rank :][:3]
     return evaluated(partial(llm, schedule, 4, **dims), mine, use_distributed_sampler=False)[0]
 
 
@@ -164,7 +168,7 @@ RANKS: list[tuple[str, dict[str, int]]] = [
 def test_batches_of_other_ranks_without_counted_labels_have_no_weight_either(
     schedule: str, dims: dict[str, int]
 ) -> None:
-    data = counting([2, 3, 0, 0])
+    data = counting(TWO_HALVES)
     expected = mean_of(evaluated("auto", data)[1], data)
     for metrics in run_ranks(evaluated_on_ranks, 2, schedule, dims):
         assert expected.differences(metrics) == []
