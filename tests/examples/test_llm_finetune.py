@@ -26,7 +26,7 @@ from examples.llm_finetune import plain
 from examples.llm_finetune.data import PackedTopics, documents
 from tests.distributed import run_ranks
 from tests.patience import HANG
-from tests.strategies.llm_cases import llm, trainer, values_of
+from tests.strategies.llm_cases import llm, loader, trainer, values_of
 from tests.tiers import sampled_rows
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -112,11 +112,11 @@ def pretrained(folder: Path) -> str:
     return str(folder)
 
 
-def test_a_module_moves_into_stages_with_four_changed_lines_which_the_guide_shows() -> None:
+def test_a_module_moves_into_stages_with_five_changed_lines_which_the_guide_shows() -> None:
     before, after = ([line for line in inspect.getsource(one).splitlines() if line] for one in (plain, staged))
     changed = [line for line in difflib.ndiff(before, after) if line[0] in "+-"]
     changed = [line for line in changed if '"""' not in line]  # the lines that say what each file is
-    assert [sum(line[0] == sign for line in changed) for sign in "-+"] == [4, 4]
+    assert [sum(line[0] == sign for line in changed) for sign in "-+"] == [5, 5]
     shown = (ROOT / "docs" / "llm_guide.md").read_text().split("```diff\n")[1].split("```")[0].splitlines()
     assert [line for line in shown if line[:1] in ("+", "-")] == changed
 
@@ -164,6 +164,29 @@ def test_the_module_in_stages_trains_as_the_plain_one_and_resumes_within_an_epoc
         assert resumed.learning_rates == whole.learning_rates[SAVED:]
         assert resumed.validation_losses == whole.validation_losses[1:]
         assert resumed.perplexities == whole.perplexities[1:]
+
+
+def validation_batches() -> list[dict[str, Tensor]]:
+    """Batches of one row with fewer and fewer labels."""
+    rows = torch.randint(256, (4, 1, 33), generator=torch.Generator().manual_seed(2))
+    batches = [{"input_ids": row[:, :-1], "labels": row[:, 1:].clone()} for row in rows]
+    for place, batch in enumerate(batches):
+        batch["labels"][:, 31 - 10 * place :] = -100
+    return batches
+
+
+def validated(rank: int, world: int) -> float:
+    pl.seed_everything(1, verbose=False)
+    batches = validation_batches()
+    used = trainer("auto" if world == 1 else llm("gpipe", 1, pp=1, dp_replicate=2), use_distributed_sampler=False)
+    module = (plain if world == 1 else staged).FineTuning(CONFIG)
+    used.validate(module, loader(batches if world == 1 else batches[rank::2]), verbose=False)
+    return float(used.callback_metrics["val_loss"])
+
+
+def test_the_validation_of_two_pipelines_is_the_mean_over_all_their_labels() -> None:
+    expected = validated(0, 1)
+    assert run_ranks(validated, 2) == pytest.approx([expected] * 2, abs=CLOSE["32-true"])
 
 
 def command_line(name: str, folder: Path, *options: str) -> list[str]:

@@ -196,6 +196,20 @@ def test_a_first_layer_may_change_its_input_in_place() -> None:
     first.close()
 
 
+def test_an_embedding_that_renormalizes_rows_trains_without_recomputation_as_its_refusal_says() -> None:
+    whole = nn.Sequential(nn.Embedding(20, 8, max_norm=0.5), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 20))
+    recomputed, pipe = (Pipe(copy.deepcopy(whole), 2, mode, ["cpu"] * 2) for mode in ("always", "never"))
+    inputs = torch.arange(16).view(4, 4)
+    with pytest.raises(SetupError, match=r"a parameter of partition 0 .* use checkpoint='never' if a layer changes it"):
+        recomputed(inputs).sum().backward()
+    for model in (pipe, whole):
+        model(inputs).square().sum().backward()
+    for parameter, expected in zip(pipe.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, expected.grad)
+    recomputed.close()
+    pipe.close()
+
+
 @pytest.mark.parametrize(
     ("inputs", "message"),
     [

@@ -100,7 +100,7 @@ def pad_microbatch(
                 padded[key] = F.pad(value, (0, 0) * after + (0, length - present), value=values[key])
     rows = max((value.shape[padding.get_row_dim(key)] for key, value in sequences.items()), default=1)
     if padded_on_host is None:
-        _extend_last_document(padded, length, rows)
+        extend_last_document(padded, length, rows)
     else:
         names = [name for name in (*BOUNDARIES, *BOUNDARIES.values()) if name in padded]
         padded |= {name: copy_to_device_of(padded[name], padded_on_host[name]) for name in names}
@@ -154,7 +154,7 @@ def _pad_square(mask: Tensor, length: int) -> Tensor:
     return padded
 
 
-def check_documents(micro_batch: Mapping[str, Any], rows: int, length: int) -> None:
+def _check_documents(micro_batch: Mapping[str, Any], rows: int, length: int) -> None:
     """Check that ``cu_seq_lens_q/k``, if present, are the document boundaries of one packed row."""
     for key in BOUNDARIES:
         ends = micro_batch.get(key)
@@ -173,8 +173,9 @@ def check_documents(micro_batch: Mapping[str, Any], rows: int, length: int) -> N
             )
 
 
-def _extend_last_document(micro_batch: dict[str, Any], length: int, rows: int) -> None:
-    check_documents(micro_batch, rows, length)
+def extend_last_document(micro_batch: dict[str, Any], length: int, rows: int) -> None:
+    """Check document boundaries, and extend the last document to the end of its row."""
+    _check_documents(micro_batch, rows, length)
     for key, longest in BOUNDARIES.items():
         ends = micro_batch.get(key)
         if ends is None or ends[-1] == length:

@@ -228,6 +228,18 @@ def check_routed_experts(
     )
 
 
+def check_replays_not_shared(micro_batches: Sequence[Mapping[str, Any]]) -> None:
+    """Check that micro-batches do not share an object that holds the choices of one."""
+    replay_ids = [
+        id(item[ROUTED_EXPERTS]) for item in micro_batches if isinstance(item.get(ROUTED_EXPERTS), RoutingReplay)
+    ]
+    if len(set(replay_ids)) < len(replay_ids):
+        raise InputError(
+            f"{len(replay_ids)} micro-batches have the same RoutingReplay as their {ROUTED_EXPERTS!r}; expected one for"
+            " each micro-batch. Make the batch a list of micro-batches, each with its own RoutingReplay()"
+        )
+
+
 def _check_expert_indices(choices: Tensor, mixtures: Sequence[MoEBlockInfo]) -> None:
     used = choices[:, :, [mixture.layer for mixture in mixtures]].long()
     for mixture, low, high in zip(mixtures, used.amin((0, 1, 3)).tolist(), used.amax((0, 1, 3)).tolist(), strict=True):

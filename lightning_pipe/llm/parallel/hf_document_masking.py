@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from lightning_pipe._compat.transformers import attention_implementation, disable_packed_sequence_detection
 from lightning_pipe.engine.common.errors import InputError
 from lightning_pipe.llm.batches.host_values import copy_to_device_of
-from lightning_pipe.llm.batches.padding import BOUNDARIES, PadValues, check_documents
+from lightning_pipe.llm.batches.padding import BOUNDARIES, PadValues
 from lightning_pipe.llm.model.stage_module import is_causal_lm
 from lightning_pipe.llm.parallel.attention_kernels import VARLEN, reads_cu_seqlens
 from lightning_pipe.llm.parallel.sequence_chunks import AttentionPattern, document_positions, read_batch_attention
@@ -121,7 +121,6 @@ class HFDocumentMasking:
                 f"the micro-batch's attention_mask masks tokens before others, which attention={VARLEN!r} does not"
                 " support; expected padding at the end of rows. Pad on the right, or set attention='sdpa'"
             )
-        check_documents(micro_batch, *PadValues().get_microbatch_rows_and_length(micro_batch))
         documents = self._documents(micro_batch)
         if documents is None:
             return

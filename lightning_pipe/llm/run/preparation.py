@@ -10,7 +10,6 @@ Ranks exchange a few numbers of each batch while an earlier batch trains::
 from __future__ import annotations
 
 import hashlib
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -27,9 +26,8 @@ from lightning_pipe.llm.batches.microbatches import MicroBatches, slice_batch_ro
 from lightning_pipe.llm.batches.options import Batching
 from lightning_pipe.llm.batches.padding import PadValues, pad_microbatch
 from lightning_pipe.llm.model.routing_replay import (
-    ROUTED_EXPERTS,
     MoEBlockInfo,
-    RoutingReplay,
+    check_replays_not_shared,
     check_routed_experts,
     pop_routed_experts_from_batch,
 )
@@ -37,7 +35,7 @@ from lightning_pipe.llm.parallel.context_parallel_group import ContextParallelGr
 from lightning_pipe.llm.parallel.hf_document_masking import HFDocumentMasking
 from lightning_pipe.llm.parallel.sequence_chunks import check_micro_batch_shardable
 from lightning_pipe.llm.run.schedule_runner import StageInputs
-from lightning_pipe.llm.run.stage_hooks import StageHooks
+from lightning_pipe.llm.run.stage_hooks import StageHooks, warn_about_unshifted_labels
 
 MicroBatch = Mapping[str, Any]
 
@@ -109,9 +107,10 @@ class BatchPreparation:
                 cut = split_batch(batch, count, self.padding_spec, on_host=values)
             tokens = sum(map(self._count_loss_tokens, on_host.items))
             self._check_ids(on_host)
-            self._warn_about_unshifted_labels(on_host, tokens)
+            if not self.group.rank():
+                warn_about_unshifted_labels(self.hooks, on_host.items, tokens)
             self._check_loss_ignores_padded_rows(on_host)
-            _check_replays_not_shared(cut.items if isinstance(batch, Mapping) else batch)
+            check_replays_not_shared(cut.items if isinstance(batch, Mapping) else batch)
             sizes = [self.padding_spec.get_microbatch_rows_and_length(item) for item in on_host.items]
             for item, (_, length) in zip(on_host.items, sizes, strict=True):
                 check_routed_experts(item, self.mixtures, self.padding_spec.get_microbatch_rows_and_length(item))
@@ -151,24 +150,6 @@ class BatchPreparation:
                     f" {(position or [0])[0]}; expected ids from 0 to {self.vocabulary - 1}, the model's vocabulary."
                     " Use the tokenizer of the model, or resize its embedding"
                 )
-
-    def _warn_about_unshifted_labels(self, cut: MicroBatches, tokens: int) -> None:
-        """Warn if the labels repeat the input, as for models of transformers, which shift them."""
-        # A module with another count may shift labels itself.
-        counts_otherwise = type(self.hooks).loss_tokens is not StageHooks.loss_tokens
-        if counts_otherwise or tokens < 16 or self.group.rank():
-            return
-        for item in cut.items:
-            ids, labels = item.get("input_ids"), item.get("labels")
-            if not (isinstance(ids, Tensor) and isinstance(labels, Tensor) and ids.shape == labels.shape):
-                return
-            if not ((labels == ids) | (labels == self.hooks.ignore_index)).all():
-                return
-        warnings.warn(
-            "labels equal input_ids, so the model learns to repeat its input; expected the next token as the label of"
-            " each token, or -100. Shift the labels in the batch: lightning_pipe.llm.losses.cross_entropy.shift_labels",
-            stacklevel=2,
-        )
 
     def _check_loss_ignores_padded_rows(self, cut: MicroBatches) -> None:
         """Check that the loss ignores the copied rows that fill up micro-batches."""
@@ -254,18 +235,6 @@ class BatchPreparation:
             *self.context.build_model_inputs(part, self.hooks.model_inputs),
             target=part,
             contexts=(attention_context, *replay),
-        )
-
-
-def _check_replays_not_shared(micro_batches: Sequence[MicroBatch]) -> None:
-    """Check that micro-batches do not share an object that holds the choices of one."""
-    replay_ids = [
-        id(item[ROUTED_EXPERTS]) for item in micro_batches if isinstance(item.get(ROUTED_EXPERTS), RoutingReplay)
-    ]
-    if len(set(replay_ids)) < len(replay_ids):
-        raise InputError(
-            f"{len(replay_ids)} micro-batches have the same RoutingReplay as their {ROUTED_EXPERTS!r}; expected one for"
-            " each micro-batch. Make the batch a list of micro-batches, each with its own RoutingReplay()"
         )
 
 

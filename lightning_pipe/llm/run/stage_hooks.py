@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -170,3 +171,21 @@ def labels_of(micro_batch: Mapping[str, Any]) -> Tensor:
         )
     labels: Tensor = micro_batch["labels"]
     return labels
+
+
+def warn_about_unshifted_labels(hooks: StageHooks, micro_batches: Sequence[Mapping[str, Any]], tokens: int) -> None:
+    """Warn if the labels repeat the input, as for models of transformers, which shift them."""
+    # A module with another count may shift labels itself.
+    if type(hooks).loss_tokens is not StageHooks.loss_tokens or tokens < 16:
+        return
+    for item in micro_batches:
+        ids, labels = item.get("input_ids"), item.get("labels")
+        if not (isinstance(ids, Tensor) and isinstance(labels, Tensor) and ids.shape == labels.shape):
+            return
+        if not ((labels == ids) | (labels == hooks.ignore_index)).all():
+            return
+    warnings.warn(
+        "labels equal input_ids, so the model learns to repeat its input; expected the next token as the label of"
+        " each token, or -100. Shift the labels in the batch: lightning_pipe.llm.losses.cross_entropy.shift_labels",
+        stacklevel=2,
+    )

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipe.llm.batches.microbatches import MicroBatches, split_batch
-from lightning_pipe.llm.batches.padding import PadValues
+from lightning_pipe.llm.batches.padding import BOUNDARIES, PadValues, extend_last_document
 from lightning_pipe.llm.losses.router_losses import RouterLosses, sum_router_losses
 from lightning_pipe.llm.model.built_stages import HandBuiltStages
 from lightning_pipe.llm.model.derived_config import derive_pp_module_config
@@ -19,12 +19,13 @@ from lightning_pipe.llm.model.hf_experts import has_routers
 from lightning_pipe.llm.model.routing_replay import (
     ROUTED_EXPERTS,
     MoEBlockInfo,
+    check_replays_not_shared,
     check_routed_experts,
     install_moe_block_tracking,
     pop_routed_experts_from_batch,
 )
 from lightning_pipe.llm.parallel.hf_document_masking import HFDocumentMasking
-from lightning_pipe.llm.run.stage_hooks import BatchResult, RouterLossMeans, StageHooks
+from lightning_pipe.llm.run.stage_hooks import BatchResult, RouterLossMeans, StageHooks, warn_about_unshifted_labels
 
 
 class PipelineModule(StageHooks, pl.LightningModule):
@@ -34,7 +35,7 @@ class PipelineModule(StageHooks, pl.LightningModule):
     :class:`~lightning_pipe.llm.run.stage_hooks.StageHooks`.
 
     Under Lightning's built-in strategies the whole batch is one micro-batch, unless the loader returns a list of
-    micro-batches.
+    micro-batches, or rows with document boundaries (``cu_seq_lens``), each of which is then a micro-batch.
     """
 
     def __init__(self) -> None:
@@ -72,6 +73,8 @@ class PipelineModule(StageHooks, pl.LightningModule):
             losses.append(of_routers.scale_with_loss(loss))
             routers.append(of_routers)
         tokens = sum(part_losses.tokens for part_losses in routers)
+        if not self.global_rank:
+            warn_about_unshifted_labels(self, parts.items, tokens)
         means = RouterLossMeans.from_sums(sum_router_losses(routers))
         return BatchResult(torch.stack(losses).sum() / max(tokens, 1), tokens, means)
 
@@ -99,8 +102,17 @@ class PipelineModule(StageHooks, pl.LightningModule):
         return results if isinstance(batch, (list, tuple)) else parts.merge_outputs(results)
 
     def _convert_to_microbatches(self, batch: Any) -> MicroBatches:
-        count = len(batch) if isinstance(batch, (list, tuple)) else 1
-        return split_batch(batch, count, PadValues(labels=self.ignore_index))
+        count, padding = 1, PadValues(labels=self.ignore_index)
+        if isinstance(batch, (list, tuple)):
+            count = len(batch)
+        elif isinstance(batch, Mapping) and any(batch.get(key) is not None for key in BOUNDARIES):
+            count = max(1, padding.get_microbatch_rows_and_length(batch)[0])  # boundaries are those of one row
+        parts = split_batch(batch, count, padding)
+        check_replays_not_shared(parts.items)
+        for part in parts.items:
+            rows, length = padding.get_microbatch_rows_and_length(part)
+            extend_last_document(part, length, rows)
+        return parts
 
     def _make_loss_function(self, micro_batch: Mapping[str, Any]) -> Callable[[Tensor], Tensor]:
         return lambda output: self.summed_loss(output, micro_batch)

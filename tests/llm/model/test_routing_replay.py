@@ -368,3 +368,11 @@ def test_a_model_without_a_way_to_replay_refuses_choices() -> None:
     model.activation_checkpointing_enable({"use_reentrant": True})
     with pytest.raises(InputError, match="which recomputes layers without these choices"):
         fit(module, "auto", steps)
+
+
+def test_one_device_refuses_one_object_for_two_micro_batches_too() -> None:
+    replay = RoutingReplay()
+    step = [{**batch, "routed_experts": replay} for batch in batches()[0][:2]]
+    module = Noting(config_of("qwen3_moe") | {"num_hidden_layers": LAYERS}, attention="sdpa")
+    with pytest.raises(InputError, match="2 micro-batches have the same RoutingReplay"):
+        fit(module, "auto", [step])

@@ -16,7 +16,7 @@ from lightning_pipe.engine import InputError
 from lightning_pipe.llm.parallel.hf_document_masking import MASKED_FAMILIES, POSITION_ID_FAMILIES, HFDocumentMasking
 from lightning_pipe.strategies.language_model.hf_causal_lm import HFCausalLM
 from tests.distributed import run_ranks
-from tests.strategies.llm_cases import SEED, fit, llm
+from tests.strategies.llm_cases import SEED, VOCABULARY, Tiny, fit, llm
 
 LENGTHS = [5, 7, 4]
 # Float32 and a model of two layers: differences of rounding are below 1e-6, and tokens of another document move logits
@@ -161,45 +161,51 @@ def test_positions_that_go_on_across_documents_contradict_them() -> None:
 def rows_of(ends: Any) -> dict[str, Any]:
     """Two rows of five tokens, with these boundaries."""
     whole = documents([5, 5])
-    return {key: torch.cat([one[key] for one in whole]) for key in ("input_ids", "labels")} | {"cu_seq_lens_q": ends}
+    rows = {key: torch.cat([one[key] for one in whole]) % VOCABULARY for key in ("input_ids", "labels")}
+    return rows | {"cu_seq_lens_q": ends}
 
 
 def row_of(ends: Any) -> list[dict[str, Any]]:
-    """A row of 16 tokens in a list, with these boundaries."""
-    row = packed(LENGTHS, "cu_seq_lens")
-    return [{key: row[key] for key in ("input_ids", "labels")} | {"cu_seq_lens_q": ends}]
+    """A row of 12 tokens in a list, with these boundaries."""
+    row = packed([5, 4, 3], "cu_seq_lens")
+    return [{key: row[key] % VOCABULARY for key in ("input_ids", "labels")} | {"cu_seq_lens_q": ends}]
 
 
 STRATEGIES: dict[str, Any] = {"auto": lambda: "auto", "stages": lambda: llm("gpipe", 1)}
+MODELS: dict[str, Any] = {"llama": lambda: HFCausalLM(config_of("llama")), "own": Tiny}
 
 
 @pytest.mark.parametrize(
     ("batch", "message"),
     [
-        (rows_of(torch.tensor([0, 3, 5, 7, 10])), r"ends at \[10\], for 2 row\(s\) of 5 tokens"),
         ([rows_of(torch.tensor([0, 3, 5, 7, 10]))], r"ends at \[10\], for 2 row\(s\) of 5 tokens"),
-        (row_of(torch.tensor([0, 5, 12, 17])), r"ends at \[17\], for 1 row"),
-        (row_of(torch.tensor([5, 12, 16])), r"begins at \[5\]"),
-        (row_of(torch.tensor([0, 12, 5, 16])), "positions, ascending from 0"),
-        (row_of([0, 5, 12, 16]), "'cu_seq_lens_q' is a list"),
+        (rows_of(torch.tensor([0, 3, 7, 10])), r"shape \(4,\), .*for 2 (packed rows|row\(s\)) of 5 tokens"),
+        (rows_of(torch.tensor([[0, 3, 5], [0, 2, 5]])), r"shape \(2, 3\), .*for 2 (packed rows|row\(s\)) of 5 tokens"),
+        (rows_of([torch.tensor([0, 3, 5])]), "a list of 1 .* for 2 packed rows of 5 tokens"),
+        (row_of(torch.tensor([0, 5, 9, 13])), r"ends at \[13\], for 1 row"),
+        (row_of(torch.tensor([5, 9, 12])), r"begins at \[5\]"),
+        (row_of(torch.tensor([0, 9, 5, 12])), "positions, ascending from 0"),
+        (row_of([0, 5, 9, 12]), "'cu_seq_lens_q' is a list"),
     ],
-    ids=["across rows", "in a list", "too long", "from 5", "not ascending", "no tensor"],
+    ids=["in a list", "across a row", "a matrix", "of one row", "too long", "from 5", "not ascending", "no tensor"],
 )
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_boundaries_that_are_not_those_of_one_row_are_refused_by_every_strategy(
-    strategy: str, batch: Any, message: str
+@pytest.mark.parametrize("model", MODELS)
+def test_boundaries_that_are_not_those_of_each_row_are_refused_by_every_strategy(
+    model: str, strategy: str, batch: Any, message: str
 ) -> None:
     with pytest.raises(InputError, match=message):
-        fit(HFCausalLM(config_of("llama")), STRATEGIES[strategy](), [batch])
+        fit(MODELS[model](), STRATEGIES[strategy](), [batch])
 
 
-def test_the_last_document_extends_to_the_end_of_the_row_in_every_strategy() -> None:
-    batches = [row_of(torch.tensor(ends)) for ends in ([0, 5, 12, 16], [0, 5, 12, 14])]
-    losses = [
-        float(fit(HFCausalLM(config_of("llama")), make(), [batch]).callback_metrics["train_loss"])
-        for make in STRATEGIES.values()
-        for batch in batches
-    ]
+@pytest.mark.parametrize("model", MODELS)
+def test_the_last_document_extends_to_the_end_of_the_row_in_every_strategy(model: str) -> None:
+    batches = [row_of(torch.tensor(ends)) for ends in ([0, 5, 9, 12], [0, 5, 9, 10])]
+    losses = []
+    for make in STRATEGIES.values():
+        for batch in batches:
+            torch.manual_seed(SEED)
+            losses.append(float(fit(MODELS[model](), make(), [batch]).callback_metrics["train_loss"]))
     assert losses == pytest.approx(losses[:1] * 4, abs=WITHIN)
 
 

@@ -89,9 +89,10 @@ FORMS = {
 
 
 def trained(rank: int, world: int, model: str, method: str, schedule: str, form: str) -> list[float]:
+    torch.manual_seed(SEED)
     module = module_of(model)
     data = [FORMS[form](batch) for batch in batches(method)]
-    fit(module, llm(schedule, 2 if form == "positions" else ROWS), data)
+    fit(module, "auto" if schedule == "auto" else llm(schedule, 2 if form == "positions" else ROWS), data)
     losses: list[float] = module.losses
     return losses
 
@@ -110,6 +111,15 @@ def test_packed_documents_train_as_single_ones(model: str, method: str, schedule
     expected = plain_losses(model, method)
     for losses in run_ranks(trained, 2, model, method, schedule, form):
         assert losses == pytest.approx(expected, abs=WITHIN)
+
+
+@pytest.mark.parametrize(
+    ("model", "form"),
+    [("llama", form) for form in FORMS]
+    + [("own", form) for form in FORMS if form != "positions"],  # from which it reads no documents
+)
+def test_one_device_trains_every_form_of_packed_documents_as_single_ones(model: str, form: str) -> None:
+    assert trained(0, 1, model, "best_fit", "auto", form) == pytest.approx(plain_losses(model, "best_fit"), abs=WITHIN)
 
 
 # ---------------------------------------------------------------------- resumption

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -12,7 +13,9 @@ from torch import Tensor, nn
 
 from lightning_pipe.engine import InputError
 from lightning_pipe.llm.losses.cross_entropy import summed_cross_entropy
+from lightning_pipe.llm.schedules.specs import SCHEDULES
 from lightning_pipe.strategies.language_model.pipeline_module import PipelineModule
+from tests.distributed import run_ranks
 from tests.rounding import Reference
 from tests.strategies.llm_cases import (
     SEED,
@@ -30,6 +33,7 @@ from tests.strategies.llm_cases import (
     train_with_lightning,
     trainer,
 )
+from tests.tiers import sampled_rows
 
 
 def built() -> Tiny:
@@ -86,19 +90,27 @@ def counting(tokens: Sequence[int]) -> list[dict[str, Tensor]]:
 
 
 class Evaluated(Tiny):
-    """Logs the mean of all ranks, too."""
+    """Logs the means of its epochs of training, and those of all ranks, and keeps its parameters."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        result = self.run_batch(batch)
+        self.log("train_mean", result.loss, batch_size=result.tokens, on_step=False, on_epoch=True)
+        return result.loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         super().validation_step(batch, batch_idx)
         result = self.run_batch(batch)
         self.log("all_ranks", result.loss, batch_size=result.tokens, sync_dist=True)
 
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
 
 def evaluated(strategy: Any, batches: Sequence[Any], **options: Any) -> tuple[dict[str, Tensor], nn.Module]:
-    """Metrics of validation and test, and the model; ``options`` are the trainer's."""
+    """Metrics of training, validation and test, and the model; ``options`` are the trainer's."""
     torch.manual_seed(SEED)
-    module, used = Evaluated(), trainer(strategy() if callable(strategy) else strategy, **options)
-    used.validate(module, loader(batches), verbose=False)
+    module = Evaluated()
+    used = fit(module, strategy() if callable(strategy) else strategy, batches, loader(batches), **options)
     metrics = dict(used.callback_metrics)
     used.test(module, loader(batches), verbose=False)
     assert module.model is not None
@@ -117,21 +129,62 @@ def mean_of(model: nn.Module, batches: Sequence[Any]) -> Reference:
     return Reference.of(mean)
 
 
-METRICS = ("val_loss", "all_ranks", "test_loss")
+METRICS = ("train_mean", "val_loss", "all_ranks", "test_loss")
 STRATEGIES: list[Any] = ["auto", partial(llm, "1f1b", 2)]
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=["auto", "1f1b"])
-def test_a_batch_without_counted_labels_has_no_weight_in_the_mean_of_an_evaluation(strategy: Any) -> None:
+def test_a_batch_without_counted_labels_has_no_weight_in_the_mean_of_an_epoch(strategy: Any) -> None:
     data = counting([2, 0, 3, 0])
     metrics, model = evaluated(strategy, data)
     assert mean_of(model, data).differences(metrics) == []
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=["auto", "1f1b"])
-def test_an_evaluation_without_counted_labels_has_no_mean(strategy: Any) -> None:
+def test_an_epoch_without_counted_labels_has_no_mean(strategy: Any) -> None:
     metrics, _ = evaluated(strategy, counting([0, 0]))
     assert all(metrics[name].isnan() for name in METRICS)
+
+
+# Labels that count: two pipelines have some in turn, and then neither has any.
+TWO_HALVES = (2, 0, 0, 0, 3, 0)
+
+
+def evaluated_on_ranks(rank: int, world: int, schedule: str, dims: dict[str, int]) -> dict[str, Tensor]:
+    """Metrics of six batches, of which each of two pipelines has a half."""
+    data = counting(TWO_HALVES)
+    mine = data if dims["pp"] == world else data[3 * rank :][:3]
+    return evaluated(partial(llm, schedule, 4, **dims), mine, use_distributed_sampler=False)[0]
+
+
+RANKS: list[tuple[str, dict[str, int]]] = [
+    ("gpipe", {"pp": 1, "dp_replicate": 2}),
+    ("gpipe", {"pp": 1, "dp_shard": 2}),
+    *[(schedule, {"pp": 2}) for schedule in SCHEDULES],
+]
+
+
+@pytest.mark.parametrize(("schedule", "dims"), sampled_rows(RANKS, lambda case: "dp_replicate" in case[1]))
+def test_batches_of_other_ranks_without_counted_labels_have_no_weight_either(
+    schedule: str, dims: dict[str, int]
+) -> None:
+    data = counting(TWO_HALVES)
+    expected = mean_of(evaluated("auto", data)[1], data)
+    for metrics in run_ranks(evaluated_on_ranks, 2, schedule, dims):
+        assert expected.differences(metrics) == []
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=["auto", "1f1b"])
+def test_labels_that_repeat_the_input_are_warned_about_under_every_strategy(strategy: Any) -> None:
+    def messages(shift: bool) -> list[str]:
+        batches = [batch | {"labels": batch["input_ids"].roll(-int(shift), 1)} for batch in row_batches(1, 4, (5,))]
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            fit(Tiny(), strategy() if callable(strategy) else strategy, batches)
+        return [str(one.message) for one in caught if "labels equal input_ids" in str(one.message)]
+
+    assert len(messages(shift=False)) == 1
+    assert not messages(shift=True)
 
 
 def test_hooks_say_what_a_batch_is_and_what_its_loss_is() -> None:
