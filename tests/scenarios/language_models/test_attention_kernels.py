@@ -133,14 +133,15 @@ def test_micro_batches_may_have_several_rows_and_layers_be_recomputed(attention:
 
 def trained_in_bf16(rank: int, world: int, attention: str) -> list[float]:
     module = TinyHF(hf_config("llama"), attention=attention)
-    with on_cpu():
+    with on_cpu(compiled=True):
         fit(module, llm("1f1b", ROWS), batches("best_fit"), precision="bf16-mixed")
     return module.losses
 
 
-def test_varlen_attention_gets_queries_keys_and_values_of_one_type_under_autocast() -> None:
+@pytest.mark.parametrize("attention", ["flex_attention", "varlen_attn"])
+def test_kernels_get_queries_keys_and_values_of_one_type_under_autocast(attention: str) -> None:
     expected = trained_in_bf16(0, 1, "sdpa")
-    assert trained_in_bf16(0, 1, "varlen_attn") == pytest.approx(expected, rel=2**-8)
+    assert trained_in_bf16(0, 1, attention) == pytest.approx(expected, rel=2**-8)
 
 
 @pytest.mark.exhaustive
