@@ -84,6 +84,7 @@ def recorded_kernels() -> Iterator[list[str]]:
         Operations that have no deterministic kernel. The list is complete after the body.
     """
     messages: list[str] = []
+    precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.set_warn_always(True)  # kernels of attention warn once in a process
@@ -94,6 +95,7 @@ def recorded_kernels() -> Iterator[list[str]]:
         finally:
             torch.use_deterministic_algorithms(False)
             torch.set_warn_always(False)
+            torch.set_float32_matmul_precision(precision)
     lines = {str(warning.message).partition("\n")[0] for warning in caught}
     texts = "does not have a deterministic implementation", "defaults to a non-deterministic algorithm"
     messages += sorted(line for line in lines if any(text in line for text in texts))

@@ -14,6 +14,7 @@ from unittest import mock
 
 import lightning.pytorch as pl
 import torch
+from torch.distributed.tensor import DTensor
 
 from benchmarks.llm_step_time import Decoder, Language, batches_of
 from lightning_pipe.llm.losses.cross_entropy import summed_cross_entropy
@@ -79,6 +80,13 @@ def state(trainer: pl.Trainer) -> dict[str, Any]:
     return dict(trainer.lightning_module.state_dict())
 
 
+def sharded_state(trainer: pl.Trainer) -> dict[str, Any]:
+    values = state(trainer)
+    if whole_values := [name for name, value in values.items() if not isinstance(value, DTensor)]:
+        raise AssertionError(f"FSDP2 has not sharded {', '.join(whole_values)}")
+    return values
+
+
 def main() -> None:
     options = parser(__doc__, "whole, or schedules").parse_args()
     batch_options = argparse.Namespace(rows=8, length=16, steps=options.steps - 1)
@@ -106,7 +114,7 @@ def trained(way: str, options: argparse.Namespace, data: list[dict[str, torch.Te
             lambda: Momentum(_WIDTH, _LAYERS),
             lambda: LLMPipelineStrategy(name, compile_layers=variant == "compiled", **arguments),
             data,
-            state,
+            sharded_state if variant == "sharded" else state,
         )
     return results
 

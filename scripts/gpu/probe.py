@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 
 import torch
 import torch.distributed as dist
 
 from scripts.gpu.devices import backend, connect
 
-__all__: list[str] = []
+__all__ = ["main"]
 
 
 def all_to_all(sent: torch.Tensor) -> torch.Tensor:
@@ -31,10 +32,8 @@ def main() -> None:
     parser.add_argument("--own-devices", action="store_true")
     options = parser.parse_args()
     if options.own_devices and options.device == "cuda" and backend(options.device) == "gloo":
-        print(
-            f"needs a GPU for each of {os.environ['WORLD_SIZE']} ranks, found {torch.cuda.device_count()}", flush=True
-        )
-        os._exit(1)
+        print(f"needs a GPU for each of {os.environ['WORLD_SIZE']} ranks, found {torch.cuda.device_count()}")
+        sys.exit(1)
     device = connect(options.device)
     rank, ranks = dist.get_rank(), dist.get_world_size()
     everyone = torch.arange(ranks, device=device)
