@@ -101,7 +101,10 @@ def measure(
     """Bytes of the parameters, optimizer states and of all memory of this rank in training."""
     counting = Counting(options.device)
     trainer = pl.Trainer(
-        **dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False),
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
         accelerator=options.device,
         devices=dist.get_world_size(),
         max_epochs=1,
