@@ -187,7 +187,7 @@ def _language(dry: bool, program: Callable[..., Command], probe: Command) -> lis
     step += ("--width", "64", "--rows", "8", "--length", "16")
     memory: tuple[str, ...] = ("--schedules", "1f1b", "--width", "64", "--layers", "4", "--length", "64")
     if not dry:
-        step = ("--micro-batches", "4", "--schedules", *two, "--rounds", "6", "--steps", "20")
+        step = ("--micro-batches", "4", "--schedules", *two, "--rounds", "6", "--steps", "10")
         step += ("--width", "512", "--layers", "8", "--length", "256")
         memory = ("--schedules", *two, "--width", "1024", "--length", "512")
     speed = Command("benchmarks.llm_step_time", (*device, *step, *figures), ranks=1)
@@ -246,6 +246,7 @@ def _language(dry: bool, program: Callable[..., Command], probe: Command) -> lis
             "step time against a plain loop and PyTorch's schedule driven by hand, in turns, and tokens a second",
             (speed,),
             needs=("stages",),
+            seconds=120,
         ),
         Part(
             "language_devices",
