@@ -3,12 +3,14 @@
 ``torchrun --nproc-per-node 2 -m benchmarks.llm_estimate`` trains a model like that of ``examples/llm_text`` for a few
 steps under each schedule, also with activation checkpointing, and counts the bytes of all tensors: those of parameters
 and optimizer states at the end, and the peak of all tensors. It prints them with the estimates, which are made without
-creating the model. Neither includes the scratch memory of operations.
+creating the model. Neither includes the scratch memory of operations. On a GPU (``--device cuda``), the peak is that of
+the caching allocator, with scratch memory.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import logging
 import os
 from typing import Any
@@ -20,7 +22,7 @@ from lightning.pytorch.plugins import Precision
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.data import DataLoader
 
-from benchmarks.figures import Figure, add_options, quartiles, save
+from benchmarks.figures import Figure, add_options, at_most, quartiles, save
 from lightning_pipe.llm.measure.live_bytes import LiveBytes
 from lightning_pipe.strategies import HFCausalLM, LLMPipelineStrategy
 from lightning_pipe.strategies.language_model.stage_estimate import estimate_stages
@@ -51,17 +53,27 @@ class RealBytes(LiveBytes):
 class Counting(pl.Callback):
     """Counts bytes from the first batch to the end of training."""
 
-    def __init__(self) -> None:
-        self.live = RealBytes()
-        self.parameters = self.states = 0
+    def __init__(self, device: str) -> None:
+        self.live = None if device == "cuda" else RealBytes()
+        self.parameters = self.states = self.peak = 0
+        if self.live is None:
+            gc.collect()  # the previous trainer
+            self.before = torch.cuda.memory_allocated()
 
     def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
         if batch_idx == 0:
-            self.live.__enter__()
+            if self.live is None:
+                torch.cuda.reset_peak_memory_stats()
+            else:
+                self.live.__enter__()
 
     def on_train_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        self.live.__exit__(None, None, None)
         self.parameters = sum(parameter.nbytes for parameter in module.parameters())
+        if self.live is None:
+            self.peak = torch.cuda.max_memory_allocated() - self.before
+        else:
+            self.live.__exit__(None, None, None)
+            self.peak = self.live.peak + self.parameters + sum(buffer.nbytes for buffer in module.buffers())
         states = [value for opt in trainer.optimizers for state in opt.state.values() for value in state.values()]
         self.states = sum(state.nbytes for state in states if isinstance(state, torch.Tensor))
 
@@ -83,6 +95,26 @@ def model(options: argparse.Namespace) -> HFCausalLM:
     )
 
 
+def measure(
+    arguments: dict[str, Any], options: argparse.Namespace, batches: list[dict[str, torch.Tensor]]
+) -> tuple[int, int, int]:
+    """Bytes of the parameters, optimizer states and of all memory of this rank in training."""
+    counting = Counting(options.device)
+    trainer = pl.Trainer(
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        accelerator=options.device,
+        devices=dist.get_world_size(),
+        max_epochs=1,
+        strategy=LLMPipelineStrategy(**arguments),
+        callbacks=[counting],
+    )
+    trainer.fit(model(options), DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
+    return counting.parameters, counting.states, counting.peak
+
+
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -90,22 +122,23 @@ def main() -> None:
         ("width", 128), ("layers", 8), ("rows", 16), ("length", 256), ("micro-batches", 4), ("steps", 2)
     ):  # fmt: skip
         parser.add_argument(f"--{option}", type=int, default=default)
+    parser.add_argument("--schedules", nargs="+", default=sorted({case["schedule"] for case in CASES}))
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument(
+        "--by-rank", action="store_true", help="save a figure for each case and rank instead of the worst"
+    )
     add_options(parser)
     options = parser.parse_args()
     torch.set_num_threads(1)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    dist.init_process_group("gloo")
+    if options.device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if options.device == "cuda" else "gloo")
     tokens = torch.randint(
         256, (options.steps, options.rows, options.length), generator=torch.Generator().manual_seed(0)
     )
     batches = [{"input_ids": input_ids, "labels": input_ids} for input_ids in tokens]
-    quiet: dict[str, Any] = {
-        **dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False),
-        "accelerator": "cpu",
-        "devices": dist.get_world_size(),
-        "max_epochs": 1,
-    }
     if dist.get_rank() == 0:
         print(
             f"{options.micro_batches} micro-batches of {options.rows // options.micro_batches} x {options.length}"
@@ -113,19 +146,14 @@ def main() -> None:
             f"{'schedule':<36}{'rank':>5}{'parameters':>15}{'optimizer':>15}{'all':>17}{'error':>9}"
         )
     errors: list[float] = []
-    for case in CASES:
+    figures: list[Figure] = []
+    for case in (case for case in CASES if case["schedule"] in options.schedules):
         arguments = {**case, "num_microbatches": options.micro_batches}
         estimate = estimate_stages(
             LLMPipelineStrategy(**arguments), model(options), batches[0], dist.get_world_size(), Precision()
         )
-        counting = Counting()
-        trainer = pl.Trainer(strategy=LLMPipelineStrategy(**arguments), callbacks=[counting], **quiet)
-        module = model(options)
-        trainer.fit(module, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
-        buffers = sum(buffer.nbytes for buffer in module.buffers())
-        local_bytes = counting.parameters, counting.states, counting.live.peak + counting.parameters + buffers
         rows: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(rows, local_bytes)
+        dist.all_gather_object(rows, measure(arguments, options, batches))
         name = " ".join([case["schedule"], *case.get("activation_checkpoint", {}).values()])
         for rank, (measured, estimated) in enumerate(zip(rows, estimate.configured.memory, strict=True)):
             expected = estimated.parameters, estimated.optimizer, estimated.total
@@ -134,6 +162,10 @@ def main() -> None:
                 for actual, predicted in zip(measured, expected, strict=True)
             ]
             errors.append(estimated.total / measured[-1] - 1)
+            ratio = measured[-1] / estimated.total
+            counted = "allocator's peak (cuda)" if options.device == "cuda" else "live tensors, no allocator"
+            title = f"memory of rank {rank} / llm estimate, {name}: {counted}"
+            figures.append(at_most(title, ratio, 1.2, (ratio, ratio)))
             if dist.get_rank() == 0:
                 print(
                     f"{name if rank == 0 else '':<36}{rank:>5}{columns[0]:>15}{columns[1]:>15}{columns[2]:>17}"
@@ -142,7 +174,8 @@ def main() -> None:
                 )
     if dist.get_rank() == 0:
         worst = max(map(abs, errors))
-        save([Figure("llm estimate: worst error of a rank's memory", worst, "ratio", quartiles(errors))], options.json)
+        title = "llm estimate: worst error of a rank's memory"
+        save(figures if options.by_rank else [Figure(title, worst, "ratio", quartiles(errors))], options.json)
     dist.barrier()
     dist.destroy_process_group()
 

@@ -3,8 +3,9 @@
 ``torchrun --nproc-per-node 2 -m benchmarks.llm_step_time`` splits a small transformer into stages. For each schedule
 and number of micro-batches it prints the fastest and the median step time of both, and their ratios, with the 95 %
 interval of the median's ratio over rounds (aim: 1.03). The bare loop uses ``torch.distributed.pipelining`` directly:
-stages with known shapes, ``schedule.step``, and the optimizer. Both train the same model from the same seed on the same
-batches, and the benchmark fails if their losses differ.
+stages with known shapes, ``schedule.step``, and the optimizer. With one rank, the figures also have the ratio to a
+plain loop over the micro-batches of the unsplit model, and tokens a second. All train the same model from the same seed
+on the same batches, and the benchmark fails if their losses differ.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from lightning_pipe.llm.split.stage_fqns import split_layers_evenly
 from lightning_pipe.strategies import LLMPipelineStrategy, PipelineModule
 
 VOCABULARY = 256
+_TITLES = {"bare": "bare PyTorch loop", "trainer": "Trainer", "plain": "plain loop"}
 
 
 class Decoder(nn.Module):
@@ -93,9 +95,39 @@ def batches_of(options: argparse.Namespace) -> list[dict[str, Tensor]]:
     return [{"input_ids": batch[:, :-1].contiguous(), "labels": batch[:, 1:].contiguous()} for batch in tokens]
 
 
+def device_of(options: argparse.Namespace) -> torch.device:
+    """Device of this rank."""
+    return torch.device("cuda", torch.cuda.current_device()) if options.device == "cuda" else torch.device("cpu")
+
+
+def plain(name: str, micro_batches: int, options: argparse.Namespace) -> tuple[list[float], list[float]]:
+    """Step times in seconds and losses of a plain loop over the micro-batches, without a schedule."""
+    device = device_of(options)
+    torch.manual_seed(1)
+    model = Decoder(options.width, options.layers).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    times, step_losses = [], []
+    for batch in batches_of(options):
+        start = time.perf_counter()
+        optimizer.zero_grad()
+        tokens, labels = (batch[key].to(device).chunk(micro_batches) for key in ("input_ids", "labels"))
+        losses = []
+        for piece, targets in zip(tokens, labels, strict=True):
+            loss = summed_cross_entropy(model(piece), targets)
+            loss.backward()
+            losses.append(loss.detach())
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(1 / batch["labels"].numel())
+        optimizer.step()
+        step_losses.append(torch.stack(losses).sum().item() / batch["labels"].numel())
+        times.append(time.perf_counter() - start)
+    return times[1:], step_losses
+
+
 def bare(name: str, micro_batches: int, options: argparse.Namespace) -> tuple[list[float], list[float]]:
     """Step times in seconds and losses of the bare loop."""
-    spec, ranks = resolve_schedule_spec(name), dist.get_world_size()
+    spec, ranks, device = resolve_schedule_spec(name), dist.get_world_size(), device_of(options)
     count = ranks * count_stages_per_rank(spec, ranks)
     torch.manual_seed(1)
     model = Decoder(options.width, options.layers)
@@ -108,13 +140,13 @@ def bare(name: str, micro_batches: int, options: argparse.Namespace) -> tuple[li
     stages = []
     for index in stages_of_rank(spec, dist.get_rank(), ranks):
         torch.manual_seed(1)
-        part = make_stage_module(Decoder(options.width, options.layers), config, names[index], index, count)
+        part = make_stage_module(Decoder(options.width, options.layers), config, names[index], index, count).to(device)
         stages.append(
             PipelineStage(
                 part,
                 index,
                 count,
-                torch.device("cpu"),
+                device,
                 input_args=tokens if index == 0 else hidden,
                 output_args=logits if index == count - 1 else hidden,
             )
@@ -129,9 +161,9 @@ def bare(name: str, micro_batches: int, options: argparse.Namespace) -> tuple[li
         start = time.perf_counter()
         optimizer.zero_grad()
         losses: list[Tensor] = []
-        schedule.step(*([batch["input_ids"]] if stages[0].is_first else []), target=batch["labels"], losses=losses,
-                      return_outputs=False)  # fmt: skip
-        total = torch.stack(losses).sum().detach() if losses else torch.zeros(())
+        tokens, labels = batch["input_ids"].to(device), batch["labels"].to(device)
+        schedule.step(*([tokens] if stages[0].is_first else []), target=labels, losses=losses, return_outputs=False)
+        total = torch.stack(losses).sum().detach() if losses else torch.zeros((), device=device)
         dist.all_reduce(total)
         for parameter in parameters:
             if parameter.grad is not None:
@@ -154,23 +186,23 @@ def trained(name: str, micro_batches: int, options: argparse.Namespace) -> tuple
         "max_epochs": 1,
     }
     strategy = LLMPipelineStrategy(name, num_microbatches=micro_batches, timeout=timedelta(minutes=5))
-    trainer = pl.Trainer(accelerator="cpu", devices=dist.get_world_size(), strategy=strategy, **quiet)
+    trainer = pl.Trainer(accelerator=options.device, devices=dist.get_world_size(), strategy=strategy, **quiet)
     torch.manual_seed(1)
     trainer.fit(module, DataLoader(batches_of(options), batch_size=None))  # type: ignore[arg-type]
     return [later - earlier for earlier, later in pairwise(module.began[1:])], module.losses
 
 
-def measure(name: str, micro_batches: int, options: argparse.Namespace) -> Figure:
-    """Measure both, alternating, and print the result on rank 0."""
-    times: dict[str, list[list[float]]] = {"bare": [], "trainer": []}
+def measure(name: str, micro_batches: int, options: argparse.Namespace) -> list[Figure]:
+    """Measure all, alternating, and print the result on rank 0."""
+    kinds = [("bare", bare), ("trainer", trained)] + ([("plain", plain)] if dist.get_world_size() == 1 else [])
+    times: dict[str, list[list[float]]] = {kind: [] for kind, _ in kinds}
     first: list[float] = []
     for turn in range(options.rounds):
-        kinds = (("bare", bare), ("trainer", trained))
         for kind, run in kinds if turn % 2 else kinds[::-1]:
             spent, losses = run(name, micro_batches, options)
             times[kind].append(spent)
             first = first or losses
-            torch.testing.assert_close(losses, first, rtol=0, atol=1e-5)
+            torch.testing.assert_close(losses, first, rtol=1e-5, atol=1e-5)
     medians = {kind: [statistics.median(spent) for spent in rounds] for kind, rounds in times.items()}
     ratio, spread = median_ratio(medians["trainer"], medians["bare"])
     if dist.get_rank() == 0:
@@ -182,7 +214,16 @@ def measure(name: str, micro_batches: int, options: argparse.Namespace) -> Figur
             f" {fastest['trainer'] / fastest['bare']:.3f} / {ratio:.3f} ({spread[0]:.3f} .. {spread[1]:.3f})",
             flush=True,
         )
-    return at_most(f"LLM step, {name}, m = {micro_batches} / bare PyTorch loop", ratio, 1.03, spread)
+    where = f"{name}, m = {micro_batches}{' (cuda)' if options.device == 'cuda' else ''}"
+    figures = [at_most(f"LLM step, {where} / bare PyTorch loop", ratio, 1.03, spread)]
+    if "plain" in times:
+        ratio, spread = median_ratio(medians["trainer"], medians["plain"])
+        figures.append(Figure(f"LLM step, {where} / plain loop", ratio, "ratio", spread))
+        for kind, of_rounds in medians.items():
+            speeds = [options.rows * options.length / seconds for seconds in of_rounds]
+            title = f"tokens of LLM steps, {where}, {_TITLES[kind]} (all rounds)"
+            figures.append(Figure(title, statistics.median(speeds), "tokens/s", (min(speeds), max(speeds))))
+    return figures
 
 
 def main() -> None:
@@ -194,12 +235,16 @@ def main() -> None:
         ("width", 256), ("layers", 4), ("rows", 16), ("length", 128), ("steps", 8), ("rounds", 6)
     ):  # fmt: skip
         parser.add_argument(f"--{option}", type=int, default=default)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     add_options(parser)
     options = parser.parse_args()
     torch.set_num_threads(1)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    dist.init_process_group("gloo")
-    figures = [measure(name, count, options) for count in options.micro_batches for name in options.schedules]
+    if options.device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if options.device == "cuda" else "gloo")
+    pairs = [(name, count) for count in options.micro_batches for name in options.schedules]
+    figures = [figure for pair in pairs for figure in measure(*pair, options)]
     if dist.get_rank() == 0:
         save(figures, options.json)
     dist.barrier()

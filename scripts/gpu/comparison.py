@@ -24,6 +24,7 @@ class Rule:
         file: name of the file of *compared_ways*.
         reference_file: name of the file of *reference* (default: that of *compared_ways*).
         terms: number of terms of the largest sum in a step, for the tolerance of "close".
+        within: tolerance of "close" itself, relative to the largest value of a tensor (default: that of *terms*).
         part: True if *compared_ways* hold a part of the reference's values, without the states of optimizers, as stages
             do.
     """
@@ -34,6 +35,7 @@ class Rule:
     file: str = "values.pt"
     reference_file: str = ""
     terms: int = 0
+    within: float = 0.0
     part: bool = False
 
 
@@ -96,9 +98,9 @@ def _compared(ways: str, rule: Rule, reference: dict[str, Any] | None, result: d
         # The order of these sums may change from run to run.
         terms = terms or 1024
         expected = f"close, since not deterministic: {'; '.join(kernels)}"
-    allowed = (
-        None if rule.how == "equal" and not expected.startswith("close") else tolerance(len(reference["losses"]), terms)
-    )
+    allowed = None
+    if rule.how != "equal" or expected.startswith("close"):
+        allowed = rule.within or tolerance(len(reference["losses"]), terms)
     if allowed is not None and rule.how != "different":
         expected = f"{expected or 'close'}, relative difference at most {allowed:.1e}"
     values = {key: value for key, value in result["values"].items() if not (rule.part and key.startswith("state "))}

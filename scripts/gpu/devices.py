@@ -78,21 +78,27 @@ def connect(kind: str) -> torch.device:
 
 @contextmanager
 def recorded_kernels() -> Iterator[list[str]]:
-    """Use deterministic kernels in the body.
+    """Use deterministic kernels in the body, and float32 products without TF32, which containers may enable.
 
     Yields:
         Operations that have no deterministic kernel. The list is complete after the body.
     """
     messages: list[str] = []
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
     torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.set_warn_always(True)  # kernels of attention warn once in a process
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
             yield messages
         finally:
             torch.use_deterministic_algorithms(False)
-    lines = [str(warning.message).splitlines()[0] for warning in caught]
-    messages += sorted({line for line in lines if "does not have a deterministic implementation" in line})
+            torch.set_warn_always(False)
+            torch.set_float32_matmul_precision(precision)
+    lines = {str(warning.message).partition("\n")[0] for warning in caught}
+    texts = "does not have a deterministic implementation", "defaults to a non-deterministic algorithm"
+    messages += sorted(line for line in lines if any(text in line for text in texts))
 
 
 @contextmanager
@@ -126,6 +132,8 @@ def tensors(values: Any, prefix: str = "") -> dict[str, Tensor]:
     if callable(shards := getattr(values, "local_shards", None)):
         parts = [getattr(shard, "tensor", shard) for shard in shards()]
         return {f"{prefix}[{index}]": part.detach().cpu().clone() for index, part in enumerate(parts)}
+    if callable(full := getattr(values, "full_tensor", None)):
+        values = full()  # FSDP's parameters
     return {prefix: values.detach().cpu().clone()} if isinstance(values, Tensor) else {}
 
 

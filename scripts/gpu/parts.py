@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from scripts.gpu.comparison import Rule
@@ -49,7 +49,7 @@ class Part:
         shows: subject of the part, for the report.
         commands: programs, run one after the other.
         rules: comparisons of the values that they save.
-        needs: "gpu", "torchrec", "stages" (of language models), or names of tools on PATH.
+        needs: "gpu", "torchrec", "stages" (of language models), "package NAME", or names of tools on PATH.
         possible: program that fails, with a reason in its last line, if this machine cannot run the part.
         look_at: for a part that may differ, where to look if it does.
         seconds: time limit of all programs together.
@@ -70,7 +70,10 @@ _ROWS = ("prefetch:device", "early_prefetch:device", "prefetch:host_rows", "pref
 _MANAGED = ("base", "threaded_input", "prefetch", "early_prefetch", "prefetch:resumed")
 _TORCHREC = ("TrainPipelineBase", "TrainPipelineSparseDist")
 _ON_GPU = ("PrefetchTrainPipelineSparseDist", "TrainPipelineFusedSparseDist")
-_SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zbv_zero_bubble")
+_SCHEDULES = (
+    *("gpipe", "1f1b", "looped_bfs", "interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble", "dualpipev"),
+)
+_FLOAT32, _BF16, _KERNELS_BF16 = 1e-5, 2.0**-8, 2.0**-4  # bf16 rounds by 2**-9; other kernels round other sums
 _BLOCKING = {"CUDA_LAUNCH_BLOCKING": "1"}
 _CACHE = (
     "FBGEMM must protect the cached rows of batches in flight (prefetch_pipeline, which the tables are made with)."
@@ -156,6 +159,109 @@ def _id_tables(dry: bool, program: Callable[..., Command], possible: Command) ->
     ]
 
 
+def _language(dry: bool, program: Callable[..., Command], probe: Command) -> list[Part]:
+    """Parts with language models. Ranks that share a GPU send messages through the host, so most parts have one."""
+    device = ("--device", "cpu" if dry else "cuda")
+    figures = ("--json", "{folder}/figures.json")
+    steps = ("--steps", "6") if dry else ("--steps", "12")
+    rows = ("--steps", "3", "--length", "32") if dry else ("--steps", "4", "--length", "256")
+    two = ("1f1b", "zbv_zero_bubble")
+
+    def close(reference: str, ways: tuple[str, ...], within: float = _FLOAT32) -> Rule:
+        return Rule(reference, ways, "close", within=within, part=True)
+
+    def variants(name: str, *schedules: str) -> tuple[str, ...]:
+        return tuple(f"{schedule}:{name}" for schedule in schedules)
+
+    bf16, compiled, sharded = (
+        variants("bf16", *_SCHEDULES),
+        variants("compiled", *two),
+        variants("sharded", *_SCHEDULES),
+    )
+    # On a CPU, the other two have no backward; varlen_attn has no float32.
+    kernels = ("sdpa",) if dry else ("sdpa", "flex_attention")
+    packed = tuple(f"{schedule}+{kernel}" for kernel in kernels for schedule in two)
+    packed_bf16 = variants("bf16", *packed, *(() if dry else ("1f1b+varlen_attn", "zbv_zero_bubble+varlen_attn")))
+    adapted = variants("lora", "1f1b+sdpa", "zbv_zero_bubble+sdpa")
+    step: tuple[str, ...] = ("--micro-batches", "4", "--schedules", "1f1b", "--rounds", "2", "--steps", "2")
+    step += ("--width", "64", "--rows", "8", "--length", "16")
+    memory: tuple[str, ...] = ("--schedules", "1f1b", "--width", "64", "--layers", "4", "--length", "64")
+    if not dry:
+        step = ("--micro-batches", "4", "--schedules", *two, "--rounds", "6", "--steps", "10")
+        step += ("--width", "512", "--layers", "8", "--length", "256")
+        memory = ("--schedules", *two, "--width", "1024", "--length", "512")
+    speed = Command("benchmarks.llm_step_time", (*device, *step, *figures), ranks=1)
+    return [
+        Part(
+            "language",
+            "LLM strategies against a plain loop, two ranks on one device: all schedules, bf16, resume",
+            (program("language", "whole", "whole:bf16", *_SCHEDULES, *bf16, "1f1b:resumed", size=steps, ranks=2),),
+            (
+                close("whole", _SCHEDULES),
+                close("whole:bf16", bf16, _BF16),
+                Rule("1f1b", ("1f1b:resumed",)),
+                Rule("whole", ("whole:bf16",), "different"),
+            ),
+            ("stages",),
+        ),
+        Part(
+            "language_compiled",
+            "compiled layers, also with the backward in two parts, against a plain loop",
+            (program("language", "whole", *compiled, size=steps),),
+            (close("whole", compiled),),
+            ("stages", *(() if dry else ("package triton",))),
+            seconds=120,
+        ),
+        Part(
+            "language_kernels",
+            "packed documents with FlexAttention and varlen_attn against the documents one by one, also in bf16"
+            + (". Left out on a CPU: both kernels, which have no backward there; sdpa runs instead" if dry else ""),
+            (program("hugging_face", "documents", *packed, "documents:bf16", *packed_bf16, size=rows),),
+            (close("documents", packed), close("documents:bf16", packed_bf16, _KERNELS_BF16)),
+            ("stages", "package transformers"),
+            seconds=120,
+        ),
+        Part(
+            "language_sharded",
+            "stages that FSDP2 shards over one rank, against a plain loop",
+            (program("language", "whole", *sharded, size=steps),),
+            (close("whole", sharded),),
+            ("stages",),
+        ),
+        Part(
+            "language_lora",
+            "LoRA adapters in stages against peft in a plain loop",
+            (program("hugging_face", "documents:lora", *adapted, size=rows),),
+            (close("documents:lora", adapted),),
+            ("stages", "package transformers", "package peft"),
+        ),
+        Part(
+            "language_memory",
+            "memory in training / the figure of lightning-pipe llm estimate",
+            (Command("benchmarks.llm_estimate", (*device, "--by-rank", *memory, *figures), ranks=1),),
+            needs=("stages", "package transformers"),
+        ),
+        Part(
+            "language_speed",
+            "step time against a plain loop and PyTorch's schedule driven by hand, in turns, and tokens a second",
+            (speed,),
+            needs=("stages",),
+            seconds=120,
+        ),
+        Part(
+            "language_devices",
+            "two stages on two GPUs with NCCL" + (" (here two processes with Gloo)" if dry else ""),
+            (
+                program("language", "whole", *two, size=steps, ranks=2),
+                *(() if dry else (replace(speed, ranks=2),)),
+            ),
+            (close("whole", two),),
+            ("stages",),
+            probe,
+        ),
+    ]
+
+
 def parts(dry: bool) -> list[Part]:
     """All parts. A dry run has tiny sizes, and trains on the CPU what does not require a GPU."""
     kind = "cpu" if dry else "cuda"
@@ -170,8 +276,8 @@ def parts(dry: bool) -> list[Part]:
         arguments = (*(("--device", on) if on else device), *(size or sizes), *saved, "--ways", *ways)
         return Command(f"scripts.gpu.{module}", arguments, **more)  # type: ignore[arg-type]
 
-    def probe(collective: str) -> Command:
-        return Command("scripts.gpu.probe", (*device, collective), ranks=2)
+    def probe(*arguments: str) -> Command:
+        return Command("scripts.gpu.probe", (*device, *arguments), ranks=2)
 
     steps = ("--steps", "6") if dry else ("--steps", "12")
     recsys = ("serial", *_EXACT, *_TORCHREC, "serial:pageable", "prefetch:pageable", "semi_sync", "semi_sync:pageable")
@@ -197,6 +303,7 @@ def parts(dry: bool) -> list[Part]:
         step = ("--sizes", "small", "large", "--plans", "base", "serial", "--rounds", "6", "--steps", "20")
     live = ("--steps", "3", "--batch", "32", "--plans", "base", "prefetch") if dry else ()
     return [
+        *_language(dry, program, probe("all_to_all", "--own-devices")),
         Part(
             "recsys",
             "every plan against serial and TorchRec's pipelines, one rank, pinned and pageable batches",
@@ -265,23 +372,6 @@ def parts(dry: bool) -> list[Part]:
                 *(Rule(f"one:{precision}", (f"two:{precision}",)) for precision in precisions),
                 *(Rule("one", (f"one:{precision}",), "different") for precision in precisions),
             ),
-        ),
-        Part(
-            "language",
-            "LLM strategies against a plain loop, two ranks on one device, resume, bf16",
-            (
-                program(
-                    "language", "whole", *_SCHEDULES, "1f1b:resumed", "gpipe:bf16", "1f1b:bf16", size=steps, ranks=2
-                ),
-            ),
-            (
-                Rule("whole", _SCHEDULES, "close", terms=256, part=True),
-                Rule("gpipe", ("1f1b",)),
-                Rule("1f1b", ("1f1b:resumed",)),
-                Rule("gpipe:bf16", ("1f1b:bf16",)),
-                Rule("1f1b", ("1f1b:bf16",), "different"),
-            ),
-            needs=("stages",),
         ),
         Part(
             "blocking",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import importlib.metadata
+import importlib.util
 import json
 import os
 import shutil
@@ -30,7 +31,7 @@ __all__ = ["BAD", "ROOT", "impossible", "machine", "read", "run_parts"]
 ROOT = Path(__file__).resolve().parent.parent.parent
 BAD = ("differed", "failed")
 _LEAST = 10.0  # seconds that must be left for a part to begin
-_PACKAGES = ("torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "lightning")
+_PACKAGES = ("torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "lightning", "triton", "transformers", "peft")
 
 
 def machine() -> dict[str, Any]:
@@ -66,6 +67,9 @@ def impossible(part: Part) -> str:
                     require_min_package_version("torch", "2.13", "language models in pipeline stages")
             except Exception as error:
                 return str(error).splitlines()[0]
+        elif need.startswith("package "):
+            if importlib.util.find_spec(need.removeprefix("package ")) is None:
+                return f"needs the {need}"
         elif shutil.which(need) is None:
             return f"needs {need} on PATH"
     return ""

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from scripts.gpu import probe
 from scripts.gpu.comparison import Rule, compare
+from scripts.gpu.devices import recorded_kernels
 from scripts.gpu.parts import Command, Part, parts
 from scripts.gpu.report import report
 from scripts.gpu.runner import read, run_parts
@@ -89,6 +91,7 @@ def test_parts_run_in_order_and_each_result_is_written_before_the_next_part(tmp_
         (part("a", does(), rules=EQUAL), "differed", "1 of 1 comparisons"),
         (part("a", saves("serial=1", "base=2"), rules=EQUAL), "differed", "1 of 1 comparisons"),
         (part("a", does(), needs=("no-such-tool",)), "not possible", "needs no-such-tool on PATH"),
+        (part("a", does(), needs=("package no_such_package",)), "not possible", "needs the package no_such_package"),
         (part("a", does(), possible=does("print", "no send", "exit", "1")), "not possible", "no send"),
         (
             part("a", Command("tests.scripts.small_program", ("print", "3 errors"), marks=("0 errors",))),
@@ -120,6 +123,8 @@ CASES: dict[str, tuple[Any, dict[str, Any], bool, str]] = {
     "a tensor less": (way([1.0]), {}, False, "other tensors: w"),
     "failed": ({"error": "no memory"}, {}, False, "the way failed: no memory"),
     "within the tolerance": (way([NEAR], w=[2.0]), {"how": "close", "terms": 16}, True, "losses"),
+    "within the stated tolerance": (way([NEAR], w=[2.0]), {"how": "close", "within": 1e-6}, True, "losses"),
+    "outside of the stated tolerance": (way([NEAR], w=[2.0]), {"how": "close", "within": 1e-7}, False, "losses"),
     "kernels of any order": (way([NEAR], ("scatter",), w=[2.0]), {}, True, "losses"),
     "no effect": (way([1.0], w=[2.0]), {"how": "different"}, False, "equal losses"),
 }
@@ -132,6 +137,31 @@ def test_a_comparison_finds(case: str, tmp_path: Path) -> None:
     (compared,) = compare(tmp_path, Rule("serial", ("base",), **more))
     assert compared.right is right
     assert compared.difference.startswith(found)
+
+
+# Devices.
+
+
+def test_compared_values_have_float32_products_without_tf32() -> None:
+    torch.set_float32_matmul_precision("high")  # as in some containers
+    try:
+        with recorded_kernels():
+            assert torch.get_float32_matmul_precision() == "highest"
+        assert torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+@pytest.mark.skipif(torch.cuda.device_count() > 1, reason="has two GPUs")
+def test_ranks_that_would_share_a_gpu_are_told_how_many_there_are(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["probe", "--device", "cuda", "all_to_all", "--own-devices"])
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with pytest.raises(SystemExit):
+        probe.main()
+    assert f"needs a GPU for each of 2 ranks, found {torch.cuda.device_count()}" in capsys.readouterr().out
 
 
 # The report and the command.

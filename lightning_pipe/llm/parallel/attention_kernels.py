@@ -86,7 +86,10 @@ def _varlen_attention(
         # Each row is one document.
         cu_seq_lens_q = torch.arange(0, rows * length + 1, length, device=query.device, dtype=torch.int32)
         max_length_q = length
-    query, key, value = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
+    # Rotary embeddings give queries and keys float32 under autocast, which casts no inputs of this kernel.
+    device = query.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query.dtype
+    query, key, value = (tensor.transpose(1, 2).flatten(0, 1).to(dtype) for tensor in (query, key, value))
     output: Any = varlen.varlen_attn(
         query,
         key,

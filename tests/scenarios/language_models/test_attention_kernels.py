@@ -47,6 +47,7 @@ def loop_over_documents(
 ) -> Tensor:
     """What ``varlen_attn`` computes, for (tokens, heads, width)."""
     assert ends.dtype == torch.int32
+    assert query.dtype == key.dtype == value.dtype
     assert longest == longest_k == int(ends.diff().max())
     before, after = options["window_size"]
     assert after == 0
@@ -128,6 +129,19 @@ def test_packed_documents_train_with_varlen_attention_as_single_ones() -> None:
 @pytest.mark.parametrize("attention", ["flex_attention", "varlen_attn"])
 def test_micro_batches_may_have_several_rows_and_layers_be_recomputed(attention: str) -> None:
     check(attention, micro_batches=ROWS // 2, activation_checkpoint={"mode": "full"})
+
+
+def trained_in_bf16(rank: int, world: int, attention: str) -> list[float]:
+    module = TinyHF(hf_config("llama"), attention=attention)
+    with on_cpu(compiled=True):
+        fit(module, llm("1f1b", ROWS), batches("best_fit"), precision="bf16-mixed")
+    return module.losses
+
+
+@pytest.mark.parametrize("attention", ["flex_attention", "varlen_attn"])
+def test_kernels_get_queries_keys_and_values_of_one_type_under_autocast(attention: str) -> None:
+    expected = trained_in_bf16(0, 1, "sdpa")
+    assert trained_in_bf16(0, 1, attention) == pytest.approx(expected, rel=2**-8)
 
 
 @pytest.mark.exhaustive
