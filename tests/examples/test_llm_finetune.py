@@ -166,6 +166,14 @@ def test_the_module_in_stages_trains_as_the_plain_one_and_resumes_within_an_epoc
         assert resumed.perplexities == whole.perplexities[1:]
 
 
+def test_the_moved_module_trains_under_lightnings_own_strategy_as_well(tmp_path: Path) -> None:
+    arguments = {"model": CONFIG, "warmup_steps": 5, "lora": None}
+    expected, _ = train(plain.FineTuning, "auto", arguments, tmp_path / "plain")
+    found, _ = train(staged.FineTuning, "auto", arguments, tmp_path / "moved")
+    assert found.losses == pytest.approx(expected.losses, abs=CLOSE["32-true"])
+    assert found.perplexities == pytest.approx(expected.perplexities, rel=CLOSE["32-true"])
+
+
 def validation_batches() -> list[dict[str, Tensor]]:
     """Batches of one row with fewer and fewer labels."""
     rows = torch.randint(256, (4, 1, 33), generator=torch.Generator().manual_seed(2))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from difflib import get_close_matches
 from pathlib import Path
@@ -19,7 +19,6 @@ from lightning_pipe.llm.model.derived_config import returns_head_results
 from lightning_pipe.llm.model.hf_weights import PretrainedWeights, pretrained_causal_lm
 from lightning_pipe.llm.model.lora import add_adapters
 from lightning_pipe.llm.model.meta_tensors import parameters_on_meta
-from lightning_pipe.llm.model.stage_module import StageModule
 from lightning_pipe.llm.parallel.attention_kernels import VARLEN, check_family_supports_attention, register_varlen
 from lightning_pipe.llm.run.stage_hooks import labels_of
 from lightning_pipe.strategies.language_model.pipeline_module import PipelineModule
@@ -154,16 +153,6 @@ class HFCausalLM(PipelineModule):
             return super().router_token_mask(micro_batch)
         mask = micro_batch.get("attention_mask")
         return mask.bool() if isinstance(mask, Tensor) and mask.ndim == 2 else None
-
-    def _call_unsplit_model(
-        self,
-        arguments: tuple[Any, ...],
-        keywords: dict[str, Any],
-        result_of: Callable[[Tensor], Tensor] | None,
-    ) -> Tensor:
-        assert self.model is not None
-        result: Tensor = StageModule(self.model, 0, 1)(*arguments, result_of=result_of, **keywords)
-        return result
 
     def _head(self) -> _DeferredLMHead | None:
         assert self.model is not None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from typing import Any
 
 import lightning.pytorch as pl
@@ -24,6 +23,7 @@ from lightning_pipe.llm.model.routing_replay import (
     install_moe_block_tracking,
     pop_routed_experts_from_batch,
 )
+from lightning_pipe.llm.model.stage_module import StageModule
 from lightning_pipe.llm.parallel.hf_document_masking import HFDocumentMasking
 from lightning_pipe.llm.run.stage_hooks import BatchResult, RouterLossMeans, StageHooks, warn_about_unshifted_labels
 
@@ -131,21 +131,8 @@ class PipelineModule(StageHooks, pl.LightningModule):
             check_routed_experts(micro_batch, self._mixtures, PadValues().get_microbatch_rows_and_length(micro_batch))
         micro_batch, contexts = pop_routed_experts_from_batch(micro_batch)
         arguments, keywords = self._get_inputs_of_unsplit_model(micro_batch)
-        with ExitStack() as entered:
-            for context in contexts:
-                entered.enter_context(context())
-            return self._call_unsplit_model(arguments, keywords, result_of)
-
-    def _call_unsplit_model(
-        self,
-        arguments: tuple[Any, ...],
-        keywords: dict[str, Any],
-        result_of: Callable[[Tensor], Tensor] | None,
-    ) -> Tensor:
-        """Result of the unsplit model, or a function of it."""
-        assert self.model is not None
-        output: Tensor = self.model(*arguments, **keywords)
-        return output if result_of is None else result_of(output)
+        output: Tensor = StageModule(self.model, 0, 1)(*arguments, result_of=result_of, contexts=contexts, **keywords)
+        return output
 
     def _get_inputs_of_unsplit_model(self, micro_batch: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the inputs of the unsplit model."""
