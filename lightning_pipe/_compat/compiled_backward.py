@@ -93,7 +93,8 @@ def _split(
     in_first |= {node for node in nodes if node.target is operator.getitem and node.args[0] in in_first}
     is_given = {node for node in nodes if node.op == "placeholder" or (node in in_first and _is_result(node))}
     in_second = _ancestors(second, lambda node: () if node in is_given else node.all_input_nodes)
-    used = [index for index, node in enumerate(inputs) if node in in_second]
+    # Inductor's cache of graphs finds the symbols of all guards among a graph's inputs, or raises a KeyError.
+    used = [i for i, node in enumerate(inputs) if node in in_second or isinstance(node.meta.get("val"), torch.SymInt)]
     kept = [node for node in nodes if node in in_second & is_given and node.op != "placeholder"]
     input_part = _extract(gm, inputs, in_first, [*first, *kept])
     weight_part = _extract(gm, [*(inputs[index] for index in used), *kept], in_second, second)

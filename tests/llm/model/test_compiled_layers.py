@@ -174,6 +174,19 @@ def test_each_part_of_a_layers_backward_computes_its_own_gradients_only(dynamic:
         torch.testing.assert_close(mine, other)
 
 
+@inductor_config.patch(compile_threads=1)
+def test_graphs_for_any_length_are_found_in_the_cache_of_an_earlier_run() -> None:
+    restore = disable_donated_buffers()
+    try:
+        for _ in range(2):
+            torch.compiler.reset()
+            model = Layer()
+            compile_layers(StageModule(nn.ModuleDict({"layer": model}), 0, 1), ["layer"], **SPLIT, dynamic=True)
+            run_parts(model, torch.randn(2, 3, 4, requires_grad=True))
+    finally:
+        restore()
+
+
 # ---------------------------------------------------------------------- schedules, on two ranks
 
 CASES: dict[str, tuple[str, Any, Any, bool, tuple[int, ...]]] = {
