@@ -86,14 +86,16 @@ def _split(
     """Split a graph into one that computes *first*, and one that computes *second* from results of the first.
 
     The first returns *first* and the results that the second takes. The second takes those of the graph's inputs that
-    are at the returned indices, and these results. Views and sizes are computed in both.
+    are at the returned indices, and these results. Views and sizes are computed in both. The first writes to buffers.
     """
     nodes, inputs = list(gm.graph.nodes), gm.graph.find_nodes(op="placeholder")
-    in_first = _ancestors(first, lambda node: node.all_input_nodes)
+    written = [node for node in nodes if node.op == "call_function" and node.is_impure(impure_random=False)]
+    in_first = _ancestors([*first, *written], lambda node: node.all_input_nodes)
     in_first |= {node for node in nodes if node.target is operator.getitem and node.args[0] in in_first}
     is_given = {node for node in nodes if node.op == "placeholder" or (node in in_first and _is_result(node))}
     in_second = _ancestors(second, lambda node: () if node in is_given else node.all_input_nodes)
-    used = [index for index, node in enumerate(inputs) if node in in_second]
+    # Inductor's cache of graphs finds the symbols of all guards among a graph's inputs, or raises a KeyError.
+    used = [i for i, node in enumerate(inputs) if node in in_second or isinstance(node.meta.get("val"), torch.SymInt)]
     kept = [node for node in nodes if node in in_second & is_given and node.op != "placeholder"]
     input_part = _extract(gm, inputs, in_first, [*first, *kept])
     weight_part = _extract(gm, [*(inputs[index] for index in used), *kept], in_second, second)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
@@ -19,8 +20,9 @@ from torch.distributed.pipelining.schedules import _Action as Action
 from torch.distributed.pipelining.schedules import _ComputationType as ComputationType
 from torch.distributed.pipelining.schedules import _PipelineSchedule as Schedule
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime as RuntimeSchedule
+from torch.distributed.tensor import DTensor
 
-from lightning_pipe._compat.torch import is_view
+from lightning_pipe._compat.torch import is_view, storage_key
 
 __all__ = [
     "Action",
@@ -33,6 +35,7 @@ __all__ = [
     "register_overlapped_fb_function",
     "release_schedule_tensors",
     "run_microbatches",
+    "run_weight_backward",
     "set_schedule_actions",
     "set_schedule_communication",
     "split_overlapped_actions",
@@ -135,6 +138,30 @@ def copy_view_outputs(stage: Any, microbatch: int) -> None:
 
 def _clone_if_view(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) and is_view(value) else value
+
+
+def run_weight_backward(stage: Any, microbatch: int, run: Callable[[], None]) -> None:
+    """Run a stage's backward for the weights alone, and give each parameter a gradient with memory of its own.
+
+    PyTorch adds the next micro-batch's gradient in place, which would change all tensors that share its memory. The
+    gradient of a parameter that is added to hidden states is theirs, and another parameter may have the same.
+    """
+    _, groups, *_ = stage.backward_state.get(microbatch, (None, None))
+    captured = [gradient for group in groups or () for gradients in group.get("grads", ()) for gradient in gradients]
+    taken = {_gradient_storage_key(gradient) for gradient in captured if gradient is not None}
+    del captured
+    run()
+    for parameter in stage.submod.parameters():
+        if parameter.grad is not None:
+            key = _gradient_storage_key(parameter.grad)
+            if key in taken:
+                parameter.grad = parameter.grad.clone()
+            taken.add(key)
+
+
+@torch.no_grad()
+def _gradient_storage_key(gradient: Tensor) -> int:
+    return storage_key(gradient.to_local() if isinstance(gradient, DTensor) else gradient)
 
 
 def set_schedule_actions(schedule: Any, actions: Mapping[int, Sequence[Action | None]]) -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
 from torch.distributed import P2POp
 from torch.distributed.pipelining import PipelineStage
 
-from lightning_pipe._compat.pipelining import copy_view_outputs
+from lightning_pipe._compat.pipelining import copy_view_outputs, run_weight_backward
 from lightning_pipe._compat.torch import is_view
 from lightning_pipe.engine.observe.timeline import Bar, microbatch_bar
 from lightning_pipe.engine.ranks.current_tasks import current_tasks
@@ -112,10 +113,11 @@ class TimedStage(PipelineStage):
         self._run_and_record(kind, bwd_chunk_id, "wait_backward" if received else None, run_backward)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        def run_weight_backward() -> None:
+        def run_backward() -> None:
             super(TimedStage, self).backward_weight_one_chunk(bwd_chunk_id, last_backward)
 
-        self._run_and_record("weight_backward", bwd_chunk_id, None, run_weight_backward)
+        run = partial(run_weight_backward, self, bwd_chunk_id, run_backward)
+        self._run_and_record("weight_backward", bwd_chunk_id, None, run)
 
     def _is_elsewhere(self, stage_index: int) -> bool:
         return bool(self.stage_index_to_group_rank[stage_index] != self.group_rank)

@@ -174,6 +174,60 @@ def test_each_part_of_a_layers_backward_computes_its_own_gradients_only(dynamic:
         torch.testing.assert_close(mine, other)
 
 
+class CountedProduct(torch.autograd.Function):
+    """Counts its backwards in a tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, weight: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(value, weight)
+        ctx.count = count
+        return value * weight
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (gradient,), (value, weight) = gradients, ctx.saved_tensors
+        ctx.count.add_(1)
+        return gradient * weight, (gradient * value).sum(0), None
+
+
+class Counted(nn.Module):
+    count: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4))
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = CountedProduct.apply(value, self.weight, self.count)
+        return output
+
+
+@inductor_config.patch(compile_threads=1)
+def test_what_a_backward_writes_to_a_buffer_is_written_once() -> None:
+    model = Counted()
+    compile_layers(StageModule(nn.ModuleDict({"layer": model}), 0, 1), ["layer"], **SPLIT)
+    restore = disable_donated_buffers()
+    try:
+        run_parts(model, torch.randn(3, 4, requires_grad=True))
+    finally:
+        restore()
+    assert int(model.count) == 1
+
+
+@inductor_config.patch(compile_threads=1)
+def test_graphs_for_any_length_are_found_in_the_cache_of_an_earlier_run() -> None:
+    restore = disable_donated_buffers()
+    try:
+        for _ in range(2):
+            torch.compiler.reset()
+            model = Layer()
+            compile_layers(StageModule(nn.ModuleDict({"layer": model}), 0, 1), ["layer"], **SPLIT, dynamic=True)
+            run_parts(model, torch.randn(2, 3, 4, requires_grad=True))
+    finally:
+        restore()
+
+
 # ---------------------------------------------------------------------- schedules, on two ranks
 
 CASES: dict[str, tuple[str, Any, Any, bool, tuple[int, ...]]] = {

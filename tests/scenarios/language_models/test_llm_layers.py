@@ -16,6 +16,7 @@ from tests.rounding import Reference
 from tests.strategies.llm_cases import (
     VOCABULARY,
     WIDTH,
+    Block,
     Tiny,
     TinyHF,
     Trained,
@@ -127,6 +128,25 @@ class Handing(WithExample):
         return names if self.as_one or not self.told else names | {"layer_outputs": 3}
 
 
+class Shifted(Block):
+    """Adds a parameter as large as the hidden states, so that its gradient is theirs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.after = (nn.Parameter(torch.randn(4, 9, WIDTH)) for _ in range(2))
+
+    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        length = x.shape[1]
+        return super().forward(x + self.before[:, :length], mask).tanh() + self.after[:, :length]
+
+
+class Shifts(Tiny):
+    def build_model(self) -> nn.Module:
+        model = super().build_model()
+        model.layers = nn.ModuleList(Shifted() for _ in range(self.layers))
+        return model
+
+
 CSV = "0F0,0F1,0F2,0F3,0B0,0B1,0B2,0B3\n1F0,1B0,1F1,1B1,1F2,1B2,1F3,1B3\n"
 AOT = {"backend": "aot_eager"}
 # module, schedule (or the file), strategy's options, whether the bits must be those of one device
@@ -138,6 +158,7 @@ CASES: dict[str, tuple[Any, str, dict[str, Any], bool]] = {
         True,
     ),
     "compiled, in two parts": (partial(Tiny, optimizer="adamw"), "zbv_zero_bubble", {"compile_layers": AOT}, False),
+    "shared gradients, in two parts": (partial(Shifts, optimizer="adamw"), "zbv_zero_bubble", {}, False),
     "ranges": (partial(Tiny, optimizer="adamw"), "1f1b", {"layer_ranges": [(0, 1), (1, 4)]}, True),
     "by time": (partial(WithExample, optimizer="adamw"), "1f1b", {"balance": "time"}, True),
     "by memory": (partial(WithExample, optimizer="adamw"), "zbv_zero_bubble", {"balance": "memory"}, True),
