@@ -146,12 +146,13 @@ def run_weight_backward(stage: Any, microbatch: int, run: Callable[[], None]) ->
     PyTorch adds the next micro-batch's gradient in place, which would change all tensors that share its memory. The
     gradient of a parameter that is added to hidden states is theirs, and another parameter may have the same.
     """
+    first = [parameter for parameter in stage.submod.parameters() if parameter.grad is None]
     _, groups, *_ = stage.backward_state.get(microbatch, (None, None))
     captured = [gradient for group in groups or () for gradients in group.get("grads", ()) for gradient in gradients]
-    taken = {_gradient_storage_key(gradient) for gradient in captured if gradient is not None}
+    taken = {_gradient_storage_key(gradient) for gradient in captured if first and gradient is not None}
     del captured
     run()
-    for parameter in stage.submod.parameters():
+    for parameter in first:
         if parameter.grad is not None:
             key = _gradient_storage_key(parameter.grad)
             if key in taken:

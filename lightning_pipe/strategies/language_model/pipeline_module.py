@@ -88,11 +88,20 @@ class PipelineModule(StageHooks, pl.LightningModule):
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         result = self.run_batch(batch)
-        self.log("val_loss", result.loss, batch_size=result.tokens, prog_bar=True)
+        self._log_mean("val_loss", result, prog_bar=True)
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
         result = self.run_batch(batch)
-        self.log("test_loss", result.loss, batch_size=result.tokens)
+        self._log_mean("test_loss", result)
+
+    def _log_mean(self, name: str, result: BatchResult, prog_bar: bool = False) -> None:
+        """Log a loss, whose mean over the epoch is that of all ranks. In stages, they have the same losses."""
+        if self._run_in_stages is not None:
+            self.log(name, result.loss, batch_size=result.tokens, prog_bar=prog_bar)
+        else:
+            # Lightning divides the sum of the ranks' weights by their number, and rounds down.
+            weight = result.tokens * self.trainer.world_size
+            self.log(name, result.loss, batch_size=weight, prog_bar=prog_bar, sync_dist=True)
 
     def predict_step(self, batch: Any, batch_idx: int) -> Any:
         if self._predict_in_stages is not None:

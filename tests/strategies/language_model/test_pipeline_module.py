@@ -154,7 +154,8 @@ def evaluated_on_ranks(rank: int, world: int, schedule: str, dims: dict[str, int
     """Metrics of six batches, of which each of two pipelines has a half."""
     data = counting(TWO_HALVES)
     mine = data if dims["pp"] == world else data[3 * rank :][:3]
-    return evaluated(partial(llm, schedule, 4, **dims), mine, use_distributed_sampler=False)[0]
+    strategy = schedule if schedule == "ddp" else partial(llm, schedule, 4, **dims)
+    return evaluated(strategy, mine, use_distributed_sampler=False)[0]
 
 
 RANKS: list[tuple[str, dict[str, int]]] = [
@@ -172,6 +173,14 @@ def test_batches_of_other_ranks_without_counted_labels_have_no_weight_either(
     expected = mean_of(evaluated("auto", data)[1], data)
     for metrics in run_ranks(evaluated_on_ranks, 2, schedule, dims):
         assert expected.differences(metrics) == []
+
+
+def test_losses_of_evaluations_are_means_of_all_ranks_under_lightnings_ddp_too() -> None:
+    data = counting(TWO_HALVES)
+    expected, _ = evaluated("auto", data)
+    for metrics in run_ranks(evaluated_on_ranks, 2, "ddp", {"pp": 1}):
+        for name in ("val_loss", "test_loss"):
+            torch.testing.assert_close(metrics[name], expected[name])
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=["auto", "1f1b"])
