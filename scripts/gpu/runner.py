@@ -66,7 +66,8 @@ def impossible(part: Part) -> str:
                 else:
                     require_min_package_version("torch", "2.13", "language models in pipeline stages")
             except Exception as error:
-                return str(error).splitlines()[0]
+                carry = ". Or carry wheels along, as docs/gpu.md says" if need == "stages" else ""
+                return f"{str(error).splitlines()[0]}{carry}"
         elif need.startswith("package "):
             if importlib.util.find_spec(need.removeprefix("package ")) is None:
                 return f"needs the {need}"

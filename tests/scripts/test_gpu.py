@@ -187,5 +187,6 @@ def test_the_report_tells_what_passed_differed_and_was_not_run(tmp_path: Path) -
     assert f"## exact differed\n\n- prefetch / serial: expected equal to the bit, found {found}\n" in text
     assert "## cached failed\n\n```text\nexit status 1\nno memory\n```\n\nLook at: the order of EmbPrefetch\n" in text
     assert "| exact: base / serial | equal to the bit | equal to the bit, 2 tensors |" in text
-    assert "| speed | step | 2 ms | 1 .. 3 | <= 3, met |" in text
+    assert "| speed | step | 2 ms | 1 .. 3 | <= 3 |" in text
+    assert "| speed | step | 2 ms | 1 .. 3 | <= 3, met |" in report(chosen, results, ABOUT, False, ["last"])
     assert "| exact | prefetch | 8.00 |" in text

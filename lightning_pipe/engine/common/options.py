@@ -37,6 +37,13 @@ def is_whole_numbers(values: Any) -> bool:
     return isinstance(values, list | tuple) and all(type(value) is int for value in values)
 
 
+def check_names(name: str, options: Mapping[str, Any], allowed: Sequence[str]) -> None:
+    """Refuse options that do not exist."""
+    unknown = [option for option in options if option not in allowed]
+    if unknown:
+        raise SetupError(f"{name} has {', '.join(map(repr, unknown))}; expected only {', '.join(allowed)}")
+
+
 def parse_option_group(kind: type[Group], name: str, value: Group | Mapping[str, Any] | None) -> Group:
     """Convert an argument to an option group."""
     if isinstance(value, kind):
@@ -44,9 +51,7 @@ def parse_option_group(kind: type[Group], name: str, value: Group | Mapping[str,
     allowed = [field.name for field in fields(kind)]  # type: ignore[arg-type]
     if value is not None and not isinstance(value, Mapping):
         raise SetupError(f"{name} is {value!r}; expected a mapping of {', '.join(allowed)}, or a {kind.__name__}")
-    unknown = [field for field in value or {} if field not in allowed]
-    if unknown:
-        raise SetupError(f"{name} has {', '.join(map(repr, unknown))}; expected only {', '.join(allowed)}")
+    check_names(name, value or {}, allowed)
     options = dict(value or {})
     flags = [field.name for field in fields(kind) if field.type == "bool"]  # type: ignore[arg-type]
     check_booleans(**{f"{name}.{flag}": options[flag] for flag in flags if flag in options})

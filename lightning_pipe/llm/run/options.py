@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import partial
+from inspect import signature
 from typing import Any, cast
 
+import torch
+
 from lightning_pipe.engine import SetupError
-from lightning_pipe.engine.common.options import check_choice, check_whole_number, parse_option_group
+from lightning_pipe.engine.common.options import check_choice, check_names, check_whole_number, parse_option_group
 from lightning_pipe.llm.batches.options import Batching
 from lightning_pipe.llm.model.activation_checkpoint import ActivationCheckpoint
 from lightning_pipe.llm.parallel.apply_parallel import StageParallelism
@@ -62,6 +65,9 @@ class LLMOptions:
                 "`compile_layers` must be true, false, or a mapping of torch.compile options, got"
                 f" {self.compile_layers!r}. Pass one of these."
             )
+        check_names(
+            "compile_layers", self.compile_options or {}, sorted(signature(torch.compile).parameters.keys() - {"model"})
+        )
         self.batching.length_multiple(self.parallel.length_multiple)
         moved = [key for key in self.batching.padding_spec(0).pad_value_by_key() if self.batching.chunk_dims.get(key)]
         if moved and self.parallel.cp > 1:

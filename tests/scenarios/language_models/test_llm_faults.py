@@ -210,6 +210,7 @@ def test_a_module_may_be_in_a_sequence_twice_and_trains_as_on_one_device() -> No
     [
         ({"num_microbatches": 0}, "num_microbatches is 0; expected a whole number, 1 or more"),
         ({"compile_layers": "yes"}, "`compile_layers` must be true, false, or a mapping of torch.compile options"),
+        ({"compile_layers": {"modus": "max-autotune"}}, "compile_layers has 'modus'; expected only .*mode, "),
         ({"parallel": {"ppp": 2}}, "parallel has 'ppp'; expected only pp, dp_replicate"),
         ({"activation_checkpoint": "full"}, "expected a mapping of mode, every_n_layers"),
         (
