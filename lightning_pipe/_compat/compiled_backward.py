@@ -86,11 +86,13 @@ def _split(
     """Split a graph into one that computes *first*, and one that computes *second* from results of the first.
 
     The first returns *first* and the results that the second takes. The second takes those of the graph's inputs that
-    are at the returned indices, and these results. Views and sizes are computed in both. The first writes to buffers.
+    are at the returned indices, and these results. Views and sizes are computed in both. The first computes everything
+    if the graph writes to a buffer, whose old value the second could not read later.
     """
-    nodes, inputs = list(gm.graph.nodes), gm.graph.find_nodes(op="placeholder")
-    written = [node for node in nodes if node.op == "call_function" and node.is_impure(impure_random=False)]
-    in_first = _ancestors([*first, *written], lambda node: node.all_input_nodes)
+    nodes = [node for node in gm.graph.nodes if node.op != "output"]
+    inputs = gm.graph.find_nodes(op="placeholder")
+    writes = any(schema.is_mutable for node in nodes if (schema := getattr(node.target, "_schema", None)) is not None)
+    in_first = set(nodes) if writes else _ancestors(first, lambda node: node.all_input_nodes)
     in_first |= {node for node in nodes if node.target is operator.getitem and node.args[0] in in_first}
     is_given = {node for node in nodes if node.op == "placeholder" or (node in in_first and _is_result(node))}
     in_second = _ancestors(second, lambda node: () if node in is_given else node.all_input_nodes)

@@ -175,7 +175,7 @@ def test_each_part_of_a_layers_backward_computes_its_own_gradients_only(dynamic:
 
 
 class CountedProduct(torch.autograd.Function):
-    """Counts its backwards in a tensor."""
+    """Counts its backwards in a tensor, and divides the gradient of its weight by the count of those before."""
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, weight: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
@@ -186,8 +186,9 @@ class CountedProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (gradient,), (value, weight) = gradients, ctx.saved_tensors
+        of_weight = (gradient * value).sum(0) / ctx.count
         ctx.count.add_(1)
-        return gradient * weight, (gradient * value).sum(0), None
+        return gradient * weight, of_weight, None
 
 
 class Counted(nn.Module):
@@ -196,7 +197,7 @@ class Counted(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(4))
-        self.register_buffer("count", torch.zeros(()))
+        self.register_buffer("count", torch.ones(()))
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
         output: torch.Tensor = CountedProduct.apply(value, self.weight, self.count)
@@ -204,15 +205,16 @@ class Counted(nn.Module):
 
 
 @inductor_config.patch(compile_threads=1)
-def test_what_a_backward_writes_to_a_buffer_is_written_once() -> None:
-    model = Counted()
+def test_a_backward_that_writes_to_a_buffer_writes_once_and_reads_the_value_of_before() -> None:
+    model, value = Counted(), torch.randn(3, 4)
     compile_layers(StageModule(nn.ModuleDict({"layer": model}), 0, 1), ["layer"], **SPLIT)
     restore = disable_donated_buffers()
     try:
-        run_parts(model, torch.randn(3, 4, requires_grad=True))
+        run_parts(model, value.clone().requires_grad_())
     finally:
         restore()
-    assert int(model.count) == 1
+    assert int(model.count) == 2
+    torch.testing.assert_close(model.weight.grad, (2 * value * value * model.weight.detach()).sum(0))
 
 
 @inductor_config.patch(compile_threads=1)
