@@ -46,10 +46,10 @@ MODULES = (
     *("loops", "trainer.trainer"),
 )
 CLASSES = {
-    "_TrainingEpochLoop": "PipelineTrainingEpochLoop",
-    "_FitLoop": "PipelineFitLoop",
-    "_EvaluationLoop": "PipelineEvaluationLoop",
-    "_PredictionLoop": "PipelinePredictionLoop",
+    "_TrainingEpochLoop": "training_epoch_loop.PipelineTrainingEpochLoop",
+    "_FitLoop": "fit_loop.PipelineFitLoop",
+    "_EvaluationLoop": "evaluation_loop.PipelineEvaluationLoop",
+    "_PredictionLoop": "evaluation_loop.PipelinePredictionLoop",
 }
 
 
@@ -124,17 +124,21 @@ def run_tests(folder: Path, options: Sequence[str], pipelined: bool) -> tuple[Ou
 def _swap() -> None:
     from lightning.pytorch import Trainer
 
-    from lightning_pipe import loops
-
     modules = [importlib.import_module(f"lightning.pytorch.{name}") for name in MODULES]
+    swapped = set()
     for theirs, ours in CLASSES.items():
+        place, _, name = ours.partition(".")
+        swapped.add(loop := getattr(importlib.import_module(f"lightning_pipe.loops.{place}"), name))
         for module in modules:
             if hasattr(module, theirs):
-                setattr(module, theirs, getattr(loops, ours))
+                setattr(module, theirs, loop)
     used = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
-    loop = used.fit_loop
-    found = {type(one) for one in (loop, loop.epoch_loop, loop.epoch_loop.val_loop, used.test_loop, used.predict_loop)}
-    assert found == {getattr(loops, ours) for ours in CLASSES.values()}, "Lightning finds its loops elsewhere"
+    fit_loop = used.fit_loop
+    found = {
+        type(one)
+        for one in (fit_loop, fit_loop.epoch_loop, fit_loop.epoch_loop.val_loop, used.test_loop, used.predict_loop)
+    }
+    assert found == swapped, "Lightning finds its loops elsewhere"
 
 
 def in_a_process(folder: Path, options: Sequence[str], pipelined: bool) -> tuple[Outcomes, list[str]]:
