@@ -349,7 +349,7 @@ def _serve(
 
 
 def keep_fault_handlers() -> None:
-    """Lightning resets the handlers of all signals behind a run to those that Python has set: stacks would be lost."""
+    """Keep the handlers of `faulthandler`: after a run, Lightning resets all signals to handlers set in Python."""
     from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 
     faults = {signal.SIGUSR2, signal.SIGSEGV, signal.SIGFPE, signal.SIGABRT, signal.SIGBUS, signal.SIGILL}

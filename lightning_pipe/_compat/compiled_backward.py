@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
-_KEPT = "lightning_pipe: kept for the gradients of weights"
+# Key of the results of the first part that the second takes, in the metadata of autograd's node.
+_SHARED = "lightning_pipe: results for the gradients of weights"
 
 
 def inductor_with_split_backward(
@@ -56,24 +57,24 @@ def _compile_graph(weights: Sequence[bool], gm: fx.GraphModule, inputs: Sequence
     run_input_part = compile_fx_inner(input_part, inputs, **options)
     options["static_input_idxs"] = ()
     run_weight_part = compile_fx_inner(weight_part, [*(inputs[i] for i in used), *fakes[len(first) :]], **options)
-    absent = [_make_stand_in(gradients[i].meta["val"]) if i in second else None for i in range(len(gradients))]
+    stand_ins = [_make_stand_in(gradients[i].meta["val"]) if i in second else None for i in range(len(gradients))]
 
     def run_needed_parts(arguments: list[Any]) -> list[Any]:
-        own = list(arguments)
+        saved = list(arguments)
         arguments.clear()
         node: Any = torch._C._current_autograd_node()
-        results, kept = list(absent), node.metadata.pop(_KEPT, None)
+        results, shared = list(stand_ins), node.metadata.pop(_SHARED, None)
         functions = [function for function, _ in node.next_functions if function is not None]
-        if kept is None or any(_is_needed(function) for function in functions if not _is_weight(function)):
-            outputs = run_input_part(list(own))
-            kept = outputs[len(first) :]
+        if shared is None or any(_is_needed(function) for function in functions if not _is_weight(function)):
+            outputs = run_input_part(list(saved))
+            shared = outputs[len(first) :]
             for index, gradient in zip(first, outputs, strict=False):
                 results[index] = gradient
         if any(_is_needed(function) for function in functions if _is_weight(function)):
-            for index, gradient in zip(second, run_weight_part([*(own[i] for i in used), *kept]), strict=True):
+            for index, gradient in zip(second, run_weight_part([*(saved[i] for i in used), *shared]), strict=True):
                 results[index] = gradient
         else:
-            node.metadata[_KEPT] = kept
+            node.metadata[_SHARED] = shared
         return results
 
     run_needed_parts._boxed_call = True  # type: ignore[attr-defined]
@@ -98,9 +99,9 @@ def _split(
     in_second = _ancestors(second, lambda node: () if node in is_given else node.all_input_nodes)
     # Inductor's cache of graphs finds the symbols of all guards among a graph's inputs, or raises a KeyError.
     used = [i for i, node in enumerate(inputs) if node in in_second or isinstance(node.meta.get("val"), torch.SymInt)]
-    kept = [node for node in nodes if node in in_second & is_given and node.op != "placeholder"]
-    input_part = _extract(gm, inputs, in_first, [*first, *kept])
-    weight_part = _extract(gm, [*(inputs[index] for index in used), *kept], in_second, second)
+    shared = [node for node in nodes if node in in_second & is_given and node.op != "placeholder"]
+    input_part = _extract(gm, inputs, in_first, [*first, *shared])
+    weight_part = _extract(gm, [*(inputs[index] for index in used), *shared], in_second, second)
     return input_part, weight_part, used
 
 
